@@ -1,16 +1,18 @@
 """The configurations of flows: presets, YAML files and partial parameters; and the configuration of the pipeline."""
 
 import functools
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, Protocol, Self, get_args, get_type_hints
 
 import yaml
 
 from lm.common.config import PYDANTIC_CONFIG
 from lm.common.errors import UserError, did_you_mean
+from lm.curate.config import DeduplicateConfig, FilterConfig
 from lm.experiments.config import parse_budget
 from lm.inference.config import SampleConfig
 from lm.model.config import ModelConfig
@@ -19,7 +21,7 @@ from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig, fitting_warmup
 from tasks.runtime.execution import Execution
 
-StageName = Literal["ingest", "budget", "chunk", "count", "merge", "encode", "train", "sample"]
+StageName = Literal["ingest", "filter", "deduplicate", "budget", "chunk", "count", "merge", "encode", "train", "sample"]
 
 
 class FlowConfig:
@@ -87,7 +89,7 @@ class FlowConfig:
     def chosen_name(self) -> str:
         """The name that a user gave this configuration; empty if it is that of a preset."""
         presets = {path.stem for path in PipelineConfig.PRESETS.rglob("*.yaml")}
-        return "" if self.name.removeprefix("posttrain-") in presets else self.name
+        return "" if re.sub("^(posttrain|curate)-", "", self.name) in presets else self.name
 
     def why_missing(self, stage: str) -> str:
         """Return why a run with this configuration has no such stage; empty if it has one."""
@@ -128,6 +130,10 @@ class PipelineConfig(FlowConfig):
     of this configuration."""
     data: DataConfig = field(default_factory=DataConfig)
     """Sources of the text."""
+    filter: FilterConfig = field(default_factory=FilterConfig)
+    """Rules that remove documents. Off by default."""
+    deduplicate: DeduplicateConfig = field(default_factory=DeduplicateConfig)
+    """Removal of copies of documents. Off by default."""
     chunk: ChunkConfig = field(default_factory=ChunkConfig)
     """Size of the chunks that are processed in parallel."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -170,6 +176,8 @@ class PipelineConfig(FlowConfig):
         """Return why a run with this configuration has no such stage; empty if it has one."""
         if stage == "budget" and not self.budget:
             return "There is no budget to choose a configuration for; give one, such as --budget 30m."
+        if reason := why_not_curated(self, stage):
+            return reason
         if stage in ("count", "merge") and self.train.init_from:
             return f"There is no stage {stage}: the tokenizer is that of the model of train.init_from."
         return ""
@@ -195,6 +203,31 @@ class PipelineConfig(FlowConfig):
         demo = PipelineConfig.load_preset("demo")
         is_own_text = self.data.train != demo.data.train
         return not self.budget and is_own_text and (self.model, self.train) == (demo.model, demo.train)
+
+
+class TextConfig(Protocol):
+    """The sections of a configuration that decide the text."""
+
+    @property
+    def data(self) -> DataConfig:
+        """Sources of the text."""
+
+    @property
+    def filter(self) -> FilterConfig:
+        """Rules that remove documents."""
+
+    @property
+    def deduplicate(self) -> DeduplicateConfig:
+        """Removal of copies of documents."""
+
+
+def why_not_curated(config: TextConfig, stage: str) -> str:
+    """Return why a run has no stage ``filter`` or ``deduplicate``; empty for one that it has, and for others."""
+    if stage == "filter" and not config.filter.is_on:
+        return "There is no stage filter: nothing is filtered. Turn rules on, such as with --filter.rules '{}'."
+    if stage == "deduplicate" and not config.deduplicate.is_on:
+        return "There is no stage deduplicate: copies stay. Turn it on, such as with --deduplicate.equal true."
+    return ""
 
 
 def complete(config: Any, default: Any) -> Any:

@@ -79,6 +79,7 @@ def shipped_deployments() -> list[Deployment]:
         "Train the small model of the preset `demo` with several learning rates, and compare them. Other sweeps: set "
         "`config`. Finished points are taken from the cache."
     )
+    curated = f"Filter text, remove copies, and write it as JSON Lines for other tools. {cached}"
     return [
         Deployment("full", text, full),
         *(Deployment(name, text, stage, {"until": name, "refresh": [name]}) for name, text in _STAGES.items()),
@@ -88,6 +89,7 @@ def shipped_deployments() -> list[Deployment]:
             if name != "demo"  # pipeline/full
         ),
         Deployment("full", dialogs, full, flow="posttrain"),
+        Deployment("full", curated, full, flow="curate"),
         Deployment(
             "sweep", rates, ["textmill", "sweep"], {"config": asdict(load_sweep("learning-rate", "demo"))}, flow="sweep"
         ),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
-from flows.config import PipelineConfig, StageName, complete
+from flows.config import PipelineConfig, StageName, TextConfig, complete
 from flows.plan import DryRunExecutor, Executor, plan
 from lm.common.errors import UserError
 from lm.experiments.config import parse_budget
@@ -23,7 +23,9 @@ from lm.train.config import TrainConfig
 from tasks.budget import budget, machine_kind, read_choice
 from tasks.chunk import chunk, chunk_group
 from tasks.count import count, count_group, count_sum
+from tasks.deduplicate import deduplicate, keep_group, read_texts_with_copies, sign_group
 from tasks.encode import encode, encode_group
+from tasks.filter import filter_documents, filter_group
 from tasks.import_model import find_model_files, import_model
 from tasks.ingest import (
     find_named_sources,
@@ -35,7 +37,7 @@ from tasks.ingest import (
 )
 from tasks.merge import merge
 from tasks.runs.models import RunModel, resolve_model
-from tasks.runtime.inputs import ChunkGroup, read_groups, read_text_groups
+from tasks.runtime.inputs import ChunkGroup, TextGroup, read_groups, read_rewritten_groups, read_text_groups
 from tasks.runtime.output import Ref
 from tasks.runtime.run_context import RunContext
 from tasks.runtime.store import Store
@@ -179,17 +181,14 @@ def prepare_text(config: PipelineConfig, inputs: PipelineInputs, executor: Execu
     ordinary = [specials] if is_ordinary else []
     if page_reader := page_reader_identity(config.data, [*inputs.train, *inputs.valid]):
         ordinary = [*(ordinary or [[]]), page_reader]
-    texts, parts = (ingest_sources if inputs.mix else ingest_text)(config, inputs, [config.data, *ordinary], executor)
+    read_as = [config.data, *ordinary]
+    texts, train_texts, valid_texts = read_text(config, inputs, read_as, executor)
     chunk_config, tokenizer_config, train_config = config.chunk, config.tokenizer, config.train
     if config.budget:
         amount = parse_budget(config.budget)
         choice = executor.finish(executor.call(budget, texts, amount, machine_kind(config.execution)))
         chosen = executor.read(read_choice, choice, config.tokenizer)
         chunk_config, tokenizer_config, model_config, train_config = chosen
-    train_texts, valid_texts = (
-        [group for part in parts if part.split == split for group in executor.read(read_text_groups, *part[1:])]
-        for split in ("train", "valid")
-    )
     train_cuts = executor.map(chunk_group, "chunk-train", train_texts, specials, pattern, chunk_config)
     valid_cuts = executor.map(chunk_group, "chunk-valid", valid_texts, specials, pattern, chunk_config)
     chunks = executor.finish(executor.call(chunk, train_cuts, valid_cuts))
@@ -205,8 +204,33 @@ def prepare_text(config: PipelineConfig, inputs: PipelineInputs, executor: Execu
     )
 
 
+def read_text(
+    config: TextConfig, inputs: PipelineInputs, read_as: list[Any], executor: Executor
+) -> tuple[Ref, list[TextGroup], list[TextGroup]]:
+    """Read the sources, and remove documents by the rules that are on. Return the output that has the statistics of the
+    text, and the groups of the training and the validation text.
+
+    Validation text that is held out is filtered like the training text; that of ``data.valid`` stays as it is.
+    """
+    texts, parts = (ingest_sources if inputs.mix else ingest_text)(config, inputs, read_as, executor)
+    train, valid = (
+        [group for part in parts if part.split == split for group in executor.read(read_text_groups, *part[1:])]
+        for split in ("train", "valid")
+    )
+    if config.filter.is_on:
+        filter_as = config.data.separator, config.filter, *config.filter.language_library
+        train_outputs = executor.map(filter_group, "filter-train", train, *filter_as)
+        valid_outputs = [] if config.data.valid else executor.map(filter_group, "filter-valid", valid, *filter_as)
+        texts = executor.finish(executor.call(filter_documents, texts, train_outputs, valid_outputs, config.filter))
+        train = executor.read(read_rewritten_groups, train, dict(enumerate(train_outputs)))
+        valid = executor.read(read_rewritten_groups, valid, dict(enumerate(valid_outputs)))
+    if config.deduplicate.is_on:
+        texts, train = remove_copies(config, texts, train, executor)
+    return texts, train, valid
+
+
 def ingest_text(
-    config: PipelineConfig, inputs: PipelineInputs, read_as: list[Any], executor: Executor
+    config: TextConfig, inputs: PipelineInputs, read_as: list[Any], executor: Executor
 ) -> tuple[Ref, list[IngestedText]]:
     """Read the sources. Return the output of the stage ``ingest``, and the texts in it."""
     fraction = 0.0 if inputs.valid else valid_fraction(config.data, sum(source.bytes for source in inputs.train))
@@ -217,7 +241,7 @@ def ingest_text(
 
 
 def ingest_sources(
-    config: PipelineConfig, inputs: PipelineInputs, read_as: list[Any], executor: Executor
+    config: TextConfig, inputs: PipelineInputs, read_as: list[Any], executor: Executor
 ) -> tuple[Ref, list[IngestedText]]:
     """Read each source of ``data.mix`` as a text of its own, with its own validation text. So they share no group of
     sources or chunks, and no shard, and text that one of them gets does not change the groups of another."""
@@ -234,6 +258,23 @@ def ingest_sources(
         parts.append(IngestedText("valid", valid[0], groups, "train", ""))
     named = [part.texts for part in parts if part.source and part.split == "train"]
     return executor.finish(executor.call(ingest_mix, named, [*inputs.mix], valid)), parts
+
+
+def remove_copies(
+    config: TextConfig, texts: Ref, train: list[TextGroup], executor: Executor
+) -> tuple[Ref, list[TextGroup]]:
+    """Remove copies from the training text. A new group is signed alone; groups that lose nothing stay as they are."""
+    from lm.curate.copies import make_minhash  # slow to import
+
+    separator, chosen = config.data.separator, config.deduplicate
+    groups = [replace(group, bytes_before=0) for group in train]  # the text before a group changes nothing in it
+    sign_as = separator, chosen.equal, make_minhash(chosen)
+    signatures = executor.map(sign_group, "deduplicate-sign", groups, *sign_as)
+    texts = executor.call(deduplicate, texts, groups, signatures, separator, chosen)
+    losing = executor.read(read_texts_with_copies, groups, texts)
+    written = executor.map(keep_group, "deduplicate-keep", losing, separator)
+    outputs = {item.number: output for item, output in zip(losing, written, strict=True)}
+    return executor.finish(texts), executor.read(read_rewritten_groups, train, outputs)
 
 
 def train_tokenizer(text: ChunkedText, executor: Executor) -> Ref:

@@ -5,7 +5,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from tasks.runs.run_record import Recorder, make_run, run_name
@@ -138,7 +138,7 @@ class DryRunExecutor(Executor):
             explained = stage.explain(self.run, stage.bind(*first))
             reason = f"runs, {part}{count_groups(len(items))}{explained}"
         self.rows.append((title, reason))
-        name = stage.name.removesuffix("-group").removesuffix("-sum")  # the stage that combines the groups
+        name = stage.name.partition("-")[0]  # the stage that combines the groups
         share = 1.0 if _pending(arguments) else (len(known) + len(missing)) / len(items) - 1
         self.missing[name] = max(share, self.missing.get(name, 0.0))
         return outputs
@@ -162,7 +162,12 @@ def _pending_reason(arguments: Sequence[Any]) -> str:
 
 
 def _pending(arguments: Sequence[Any]) -> list[Ref]:
-    values = [value for argument in arguments for value in (argument if isinstance(argument, list) else [argument])]
+    def items(argument: Any) -> Iterable[Any]:
+        if isinstance(argument, dict):
+            return argument.values()
+        return argument if isinstance(argument, list) else [argument]
+
+    values = [value for argument in arguments for value in items(argument)]
     return [value for value in values if isinstance(value, Ref) and value.key == _PENDING_KEY]
 
 

@@ -29,7 +29,18 @@ from lm.experiments.config import LawConfig, MixtureConfig, SearchConfig
 from tasks.runtime.execution import Execution
 
 SweepStage = Literal[
-    "ingest", "chunk", "count", "merge", "encode", "train", "trial", "scaling_law", "mixture_law", "sweep"
+    "ingest",
+    "filter",
+    "deduplicate",
+    "chunk",
+    "count",
+    "merge",
+    "encode",
+    "train",
+    "trial",
+    "scaling_law",
+    "mixture_law",
+    "sweep",
 ]
 
 _FILE_FIELDS = {"description", "base", "set", "axes", "derive", "search", "law", "mixture", "max_epochs", "sizes"}
@@ -170,7 +181,7 @@ class SweepConfig(FlowConfig):
         for name, part in {"scaling_law": "law", "mixture_law": "mixture"}.items():
             if stage == name and not getattr(self, part):
                 return f"There is no stage {stage}: the sweep {self.name} has no {part}."
-        return ""
+        return self.base.why_missing(stage) if stage in ("filter", "deduplicate") else ""
 
     def stage_names(self) -> list[str]:
         """Return the names of the stages of a run in their order, trial once for each point. Trials train models."""

@@ -1,6 +1,8 @@
 from .classifier import TextClassifier as TextClassifier
 from .classifier import score_quantile as score_quantile
 from .config import ClassifierConfig as ClassifierConfig
+from .config import DeduplicateConfig as DeduplicateConfig
+from .config import FilterConfig as FilterConfig
 from .config import RulesConfig as RulesConfig
 from .decontaminate import ProtectedTexts as ProtectedTexts
 from .decontaminate import cut_spans as cut_spans
@@ -9,6 +11,7 @@ from .document_batch import DocumentBatch as DocumentBatch
 from .document_batch import pack_documents as pack_documents
 from .document_batch import pack_utf8 as pack_utf8
 from .document_files import DocumentFiles as DocumentFiles
+from .document_filter import DocumentFilter as DocumentFilter
 from .duplicate_documents import deduplicate_documents as deduplicate_documents
 from .duplicate_documents import digest_documents_to_runs as digest_documents_to_runs
 from .duplicate_documents import find_equal_documents as find_equal_documents
@@ -17,6 +20,7 @@ from .duplicate_lines import digest_lines_to_runs as digest_lines_to_runs
 from .duplicate_lines import drop_repeated_lines as drop_repeated_lines
 from .duplicate_lines import find_repeated_lines as find_repeated_lines
 from .extract import extract_text as extract_text
+from .filtered_text import filter_texts as filter_texts
 from .language import identify_batch as identify_batch
 from .language import identify_language as identify_language
 from .masks import mask_batch as mask_batch

@@ -1,13 +1,19 @@
-"""Configuration of the rules that decide which documents a corpus keeps, and of text classifiers."""
+"""Configuration of the stages that decide which documents a corpus keeps, and of text classifiers."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Literal
 
 from lm.common.config import Config, bounded_field
 from lm.common.errors import UserError
 
+PersonalData = Literal["email", "phone", "ip"]
+TextFormat = Literal["jsonl.zst", "parquet"]
+
 
 @dataclass(frozen=True)
-class RulesConfig(Config, section="rules"):
+class RulesConfig(Config, section="filter.rules"):
     """Limits of documents, in the order in which the rules are asked; the first that fails is the reason. A field is a
     rule, and has its name; null turns it off. The fields at the end say what the rules count.
 
@@ -114,3 +120,69 @@ class ClassifierConfig(Config, section="classifier"):
         super().__post_init__()
         if not self.word_ngrams and not self.char_ngrams:
             raise UserError("classifier.word_ngrams and classifier.char_ngrams are 0; set one of them.")
+
+
+@dataclass(frozen=True)
+class FilterConfig(Config, section="filter"):
+    """Which documents the stage ``filter`` keeps. By default it is off."""
+
+    rules: RulesConfig | None = None
+    """Rules of quality and repetition; {}: those of Gopher, C4 and FineWeb, with their own limits. Default: none."""
+    languages: list[str] = field(default_factory=list)
+    """Languages to keep, as codes of ISO 639, such as [en, de]. Empty (the default): all. Needs the extra languages."""
+    min_language_score: float = bounded_field(0.5, ge=0, le=1)
+    """Least score of a document's language: its probability, or the share of its script. Only with languages."""
+    masks: list[PersonalData] = field(default_factory=list)
+    """Personal data to replace in the documents kept: email, phone (of the USA) and ip addresses. Default: none."""
+    keep_removed_text: bool = False
+    """Whether removed.parquet has the text of the removed documents. Default: their places and reasons only."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for language in self.languages:
+            if not re.fullmatch("[a-z]{2,3}", language):
+                raise UserError(f"filter.languages has {language!r}; a code of ISO 639 has 2 or 3 letters, such as en.")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anything to filter by, or to mask."""
+        return self.rules is not None or bool(self.languages or self.masks)
+
+    @property
+    def language_library(self) -> list[str]:
+        """The version of py3langid if it decides anything, for keys. Raises UserError if it is missing."""
+        if not self.languages:
+            return []
+        try:
+            return [metadata.version("py3langid")]
+        except metadata.PackageNotFoundError:
+            raise UserError("filter.languages needs an extra: pip install 'textmill[languages]'.") from None
+
+
+@dataclass(frozen=True)
+class DeduplicateConfig(Config, section="deduplicate"):
+    """Which copies of documents the stage ``deduplicate`` removes from the training text. By default it is off."""
+
+    equal: bool = False
+    """Whether to keep only the first of equal documents, apart from white space around them."""
+    jaccard_threshold: float | None = bounded_field(None, gt=0, le=1)
+    """Least Jaccard similarity of near-duplicates, of which the first stays, such as 0.8. Default: they all stay."""
+    num_hashes: int = bounded_field(112, ge=1, le=1 << 16)
+    """Values of a MinHash signature."""
+    num_bands: int = bounded_field(14, ge=1)
+    """Bands of a signature. Documents that share one are compared: more bands find more of the less similar ones."""
+    ngrams: int = bounded_field(5, ge=1)
+    """Words of a shingle, the unit of the similarity."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_hashes % self.num_bands:
+            raise UserError(
+                f"deduplicate.num_hashes {self.num_hashes} cannot be divided into {self.num_bands} bands of one size; "
+                "choose a multiple of deduplicate.num_bands."
+            )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any copies are removed."""
+        return self.equal or self.jaccard_threshold is not None

@@ -10,15 +10,17 @@ import numpy as np
 from lm.common.errors import StorageError, UserError
 from lm.curate.document_batch import DocumentBatch, pack_utf8
 from lm.kernels.jit import Int64s
+from lm.text.sources import open_raw
 
 Paths = Sequence[str | PathLike[str]]
 
 
 @dataclass(frozen=True)
 class DocumentFiles:
-    """N documents in uncompressed local files. Document i is ``paths[files[i]]`` from ``begins[i]`` to ``ends[i]``."""
+    """N documents in uncompressed files. Document i is ``paths[files[i]]`` from ``begins[i]`` to ``ends[i]``."""
 
-    paths: Sequence[Path]
+    paths: Sequence[Path | str]
+    """Paths or URLs."""
     files: Int64s
     """(N,): indices into ``paths``, ascending."""
     begins: Int64s
@@ -45,7 +47,7 @@ class DocumentFiles:
             path = self.paths[file]
             chosen = documents[self.files[documents] == file]
             try:
-                with path.open("rb") as stream:
+                with open_raw(str(path), is_ranged=True) as stream:
                     for begin, end in zip(self.begins[chosen].tolist(), self.ends[chosen].tolist(), strict=True):
                         stream.seek(begin)
                         texts.append(stream.read(end - begin))

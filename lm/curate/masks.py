@@ -1,14 +1,11 @@
 """Masks of personal data: e-mail addresses, telephone numbers and IP addresses (CS336, assignment 4)."""
 
-from typing import Literal
-
 import numpy as np
 
+from lm.curate.config import PersonalData
 from lm.curate.document_batch import PADDING_BYTES, DocumentBatch, pack_documents
 from lm.kernels.curation import personal_data
 from lm.kernels.jit import Int64s, log_compilation
-
-PersonalData = Literal["email", "phone", "ip"]
 
 _KINDS = {"email": personal_data.EMAIL, "phone": personal_data.PHONE, "ip": personal_data.IP}
 MASKS: dict[PersonalData, str] = {

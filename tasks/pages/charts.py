@@ -82,17 +82,24 @@ def label_legend(legend: Any, names: Iterable[str]) -> None:
         entry.set(text=name, parse_math=False)  # as a label, matplotlib leaves out a name that begins with "_"
 
 
-def histogram(title: str, x_label: str, counts: "npt.NDArray[Any]", edges: Any, y_label: str) -> str:
-    """Draw counts between edges, from the first to the last bin that is not empty."""
+def histogram(
+    title: str, x_label: str, counts: "npt.NDArray[Any]", edges: Any, y_label: str, limit: float | None = None
+) -> str:
+    """Draw counts between edges, from the first to the last bin that is not empty, and a line at ``limit``.
+
+    The scale is logarithmic if no edge is 0.
+    """
     filled = np.flatnonzero(counts)
     first, last = (int(filled[0]), int(filled[-1]) + 1) if len(filled) else (0, 1)
     figure, axes = new_figure(title, x_label, y_label)
     axes.bar(edges[first:last], counts[first:last], np.diff(edges[first : last + 1]), align="edge", edgecolor="white")
-    if edges is QUARTER_OCTAVES:
+    if edges[0] > 0:
         axes.set_xscale("log", base=2)
         ticks = edges[first : last + 1 : (last - first) // 10 + 1]
         axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
         axes.minorticks_off()
+    if limit is not None:
+        axes.axvline(limit, color="tab:red", linestyle="--")
     return embed_figure(figure, title)
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from threading import Event
@@ -120,6 +120,25 @@ def read_text_groups(store: Store, texts: Ref, groups: Sequence[Ref], split: str
             raise UserError(f"Texts {texts.key[:12]} are of other sources. Refresh the ingest stage.")
         result.append(TextGroup(output, digest, selection, bytes_before, source))
         bytes_before += entry["bytes"]
+    return result
+
+
+def read_rewritten_groups(store: Store, groups: Sequence[TextGroup], outputs: Mapping[int, Ref]) -> list[TextGroup]:
+    """Return groups of texts, some as a mapped stage wrote them, without those that are empty now.
+
+    ``outputs``: the new outputs, by the number of the group. Other groups stay as they are.
+    """
+    result: list[TextGroup] = []
+    opened = dict(zip(outputs, store.map(lambda ref: read_output(store, ref), [*outputs.values()]), strict=True))
+    bytes_before = 0
+    for number, group in enumerate(groups):
+        bytes_before = bytes_before if group.bytes_before else 0  # the first group of a text
+        if output := opened.get(number):
+            group = replace(group, output=output.ref, digest=output.digest, selection=Selection(0))
+        texts = group.read(store).texts
+        if size := sum(end - start for _, ranges in texts for start, end in ranges):
+            result.append(replace(group, bytes_before=bytes_before))
+            bytes_before += size
     return result
 
 

@@ -11,7 +11,7 @@ HEAVY = {"torch", "numba", "matplotlib", "prefect", "pyarrow"}
 
 
 @pytest.mark.parametrize(
-    "module", ["lm.model.config", "lm.inference.config", "lm.tokenizer.config", "lm.train.tracking"]
+    "module", ["lm.model.config", "lm.inference.config", "lm.tokenizer.config", "lm.train.tracking", "flows.pipeline"]
 )
 def test_a_module_imports_no_heavy_library(module: str) -> None:
     code = f"import sys, {module}; print(*sys.modules)"

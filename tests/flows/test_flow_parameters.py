@@ -8,6 +8,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from flows.config import PipelineConfig, complete, merge_fields
+from flows.curate import CurateConfig, curate
 from flows.pipeline import pipeline
 from flows.posttrain import PosttrainConfig, posttrain
 from flows.sweep_config import SweepConfig
@@ -80,7 +81,7 @@ def test_the_schema_of_a_configuration_is_made_once() -> None:
 
 def test_the_parameter_schema_describes_every_field() -> None:
     """Prefect's UI draws its form from this schema."""
-    for flow, default in ((pipeline, PipelineConfig()), (posttrain, PosttrainConfig())):
+    for flow, default in ((pipeline, PipelineConfig()), (posttrain, PosttrainConfig()), (curate, CurateConfig())):
         schema: dict[str, Any] = flow.parameters.model_dump()["definitions"]
         for section in fields(default):
             if is_dataclass(config := getattr(default, section.name)):

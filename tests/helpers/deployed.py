@@ -11,14 +11,14 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.objects import FlowRun, Log, TaskRun
 
-from flows.config import StageName
+from flows.config import PipelineConfig
 from flows.deploy import Deployment, create_deployments
 from lm.text.pretokenize import GPT2_PATTERN
 from tests.helpers.kernel_cache import cache_with_kernels
@@ -26,7 +26,7 @@ from tests.helpers.limits import TIMEOUT_SCALE, wait_for
 from tests.helpers.prefect_database import place_database
 from tests.helpers.processes import PROJECT, processes_with_variable
 
-STAGES = tuple(stage for stage in get_args(StageName) if stage != "budget")  # of a run without a budget
+STAGES = tuple(PipelineConfig().stage_names())  # of a run without optional ones
 TEXTMILL = [sys.executable, "-c", "import sys; from textmill.cli.main import main; sys.exit(main())"]
 
 TINY: dict[str, Any] = {

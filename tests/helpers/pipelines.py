@@ -1,14 +1,14 @@
 """A small pipeline, and its runs over one root."""
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.client.schemas.objects import TaskRun
 
-from flows.config import PipelineConfig, StageName
+from flows.config import PipelineConfig
 from flows.pipeline import pipeline
 from lm.inference.config import SampleConfig
 from lm.model.config import ModelConfig
@@ -21,7 +21,7 @@ from tasks.runtime.output import Output, Ref, read_output
 from tasks.runtime.run_context import RunContext
 from tests.helpers.limits import wait_for
 
-STAGES = [stage for stage in get_args(StageName) if stage != "budget"]  # of a run without a budget
+STAGES = PipelineConfig().stage_names()  # of a run without optional ones
 
 
 def write_corpus(path: Path, documents: int) -> None:

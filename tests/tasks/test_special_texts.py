@@ -3,7 +3,6 @@
 import gzip
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,35 +11,17 @@ import pytest
 
 from flows.config import PipelineConfig
 from flows.pipeline import pipeline_stages
-from flows.plan import Executor, UntilReached
 from lm.text.config import ChunkConfig, DataConfig
 from lm.tokenizer.config import TokenizerConfig
 from lm.tokenizer.pretoken_counts import read_counts
 from lm.tokenizer.tokenizer import Tokenizer
-from tasks.runtime.output import Output, Ref, read_output
-from tasks.runtime.run_context import RunContext
-from tasks.runtime.stage import Stage
+from tasks.runtime.output import Output, read_output
 from tests.helpers.corpora import EOT, write_jsonl, write_parquet
-from tests.helpers.roots import materialize, run_context
+from tests.helpers.local_executor import run_locally
 
 SPECIALS = [EOT, "<|user|>", "###"]
 OTHERS = ["Once upon a time there was a user.", "Hello hello hello."]
 TYPED = ["Who says <|user|> here?", "### A title ### and <|user|>###"]
-
-
-class DirectExecutor(Executor):
-    """Runs each stage in this thread, without Prefect, and keeps the outputs by stage or title."""
-
-    def __init__(self, run: RunContext, config: PipelineConfig) -> None:
-        super().__init__(run, config, "encode")
-        self.outputs: dict[str, list[Ref]] = {}
-
-    def call(self, stage: Stage, *arguments: Any, title: str = "") -> Ref:
-        return self.map(stage, title or f"{stage.name} of all", [arguments[0]], *arguments[1:])[0]
-
-    def map(self, stage: Stage, title: str, items: Sequence[Any], *arguments: Any) -> list[Ref]:
-        self.outputs[title] = [materialize(stage, self.run, item, *arguments) for item in items]
-        return self.outputs[title]
 
 
 class Encoded:
@@ -52,11 +33,8 @@ class Encoded:
             chunk=ChunkConfig(target_bytes=120),
             tokenizer=TokenizerConfig(vocab_size=300, special_tokens=[*special_tokens]),
         )
-        self.run = run_context(root)
-        executor = DirectExecutor(self.run, config)
-        with suppress(UntilReached):
-            pipeline_stages(config, executor)
-        refs = executor.finished
+        executor = run_locally(pipeline_stages, config, root, "encode")
+        self.run, refs = executor.run, executor.finished
         self.outputs = executor.outputs
         self.tokenizer = Tokenizer.load(read_output(self.run.store, refs["merge"]).directory("tokenizer"))
         self.counts = read_counts(read_output(self.run.store, refs["count"]).path("counts.parquet"))
@@ -162,5 +140,5 @@ def test_only_sources_with_such_text_have_other_keys(tmp_path: Path) -> None:
     assert {title for title in before if before[title] != after[title]} == {"ingest-train"}
     assert keys(without, "token", [EOT]) == keys(without, "text", [EOT]), "there is no other special token"
     before, after = keys(typed, "token"), keys(typed, "text")
-    assert before["chunk-train"] != after["chunk-train"] and before["encode of all"] != after["encode of all"]
+    assert before["chunk-train"] != after["chunk-train"] and before["encode"] != after["encode"]
     assert before["count"][0] == after["count"][0], "the chunk holds no such text"

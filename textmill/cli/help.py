@@ -25,6 +25,7 @@ Make a model
   posttrain    fine-tune a model on dialogs, preferences or rewards
   sweep        train with many settings, and compare
   teach        collect answers of another model, to fine-tune on
+  curate       filter and write text  explain    what a rule makes of a text
 Use a model
   sample       write text             chat       chat in the terminal
   serve        serve OpenAI's API     export     for transformers or llama.cpp
@@ -48,6 +49,8 @@ _SHORT_OPTIONS = {
     "deploy": "name cron timezone on evaluate alert data.train budget preset config root pool until",
     "train-job": "data.train budget preset config root train.steps execution.processes",
     "profile": "steps out data.train preset config root model.d_model train.batch_size",
+    "curate": "data.train filter.rules deduplicate.equal format preset config root name until refresh plan",
+    "explain": "text document filter.rules preset config",
     "posttrain": "base methods dialogs.train dialogs.task preset config root name until refresh plan",
     "sweep": "sweep size root refresh plan data.train name",
 }

@@ -48,6 +48,12 @@ def explain(message: str, actions: Iterable[Action], help_hint: str) -> str:
     return f"{' '.join(message.split()).rstrip('.')}. See {help_hint}."
 
 
+def explain_section(message: str) -> str:
+    """Return what is wrong with an optional section, from jsonargparse's list of the types that its value may have."""
+    reasons = re.findall(r"^ +- (?!Expected a )(.*)$", message, re.MULTILINE)
+    return reasons[0] if reasons else " ".join(message.split())
+
+
 def _explain_value(key: str, message: str, actions: list[Action], help_hint: str) -> str:
     action = next((action for action in actions if action.dest == key), None)
     if action is None:  # an unknown field in a file

@@ -15,6 +15,7 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsin
 from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
 
 from flows.config import FlowConfig, PipelineConfig, StageName, flat_fields, read_yaml
+from flows.curate import CurateConfig, CurateStage
 from flows.posttrain import PosttrainConfig, PosttrainStage
 from flows.prefect_support.deployments import LOCAL_POOL
 from flows.sweep_config import SweepConfig
@@ -27,7 +28,7 @@ from textmill.cli.base_config import read_last_config, read_sweep_base
 from textmill.cli.completion import Shell
 from textmill.cli.help import OVERVIEW, HelpFormatter, format_command_help
 from textmill.cli.list_options import join_lists
-from textmill.cli.parse_errors import explain
+from textmill.cli.parse_errors import explain, explain_section
 from textmill.cli.terminal import print_message
 
 _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
@@ -65,6 +66,7 @@ set_parsing_settings(
     import_path_denylist=["*"],
     import_path_allowlist=[
         *("lm.model.MoEConfig", "lm.model.config.MoEConfig"),
+        *("lm.curate.RulesConfig", "lm.curate.config.RulesConfig"),
         *("lm.model.RopeScaling", "lm.model.config.RopeScaling"),
         "lm.text.config.MixSource",
     ],
@@ -166,10 +168,19 @@ def build_parser(preset: str = "demo", base: PipelineConfig | None = None, only:
             command.option("alert", "", "URL of a webhook that is called if a loss is not finite")
             command.option("pool", LOCAL_POOL, "work pool whose workers run it; it is created if it is missing")
 
+    explained = "Show what each rule of the filter makes of a document: its value, the limit, and whether it passes."
+    command = add_flow("explain", explained, preset, PipelineConfig, None)
+    command.add_argument("text", type=str, help="a text in quotes, or a file or URL in any form of --data.train")
+    command.option("document", 1, "number of the document in the file", type=PositiveInt)
+
     description = "Fine-tune a trained model on dialogs, preferences or rewards. Unchanged stages are cached."
     posttrain_preset = preset if only == "posttrain" else "demo"
     posttrain = add_flow("posttrain", description, posttrain_preset, PosttrainConfig, PosttrainStage)
     posttrain.share("plan")
+
+    description = "Filter text, remove copies, and write it as JSON Lines or Parquet. Unchanged stages are cached."
+    curate = add_flow("curate", description, preset if only == "curate" else "demo", CurateConfig, CurateStage)
+    curate.share("plan")
 
     sweep = add("sweep", "Train at many points that differ in some options, and compare. Finished points are cached.")
     sweep.add_argument("sweep", type=str, help=f"{', '.join(SweepConfig.preset_names())}, or a YAML file")
@@ -272,7 +283,8 @@ def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
     except OverflowError as error:
         raise UserError(f"An option's number is out of range: {error}.") from None
     options = parsed[parsed.command]
-    configs = {**dict.fromkeys((*_PIPELINE_COMMANDS, "sweep"), PipelineConfig), "posttrain": PosttrainConfig}
+    configs: dict[str, Any] = dict.fromkeys((*_PIPELINE_COMMANDS, "sweep", "explain"), PipelineConfig)
+    configs |= {"posttrain": PosttrainConfig, "curate": CurateConfig}
     types = get_type_hints(configs[parsed.command]) if parsed.command in configs else {}
     for name in (name for name, kind in types.items() if is_dataclass(kind)):
         if not isinstance(section := options.get(name, Namespace()), Namespace):
@@ -335,7 +347,10 @@ def parse_command(arguments: list[str]) -> tuple[str, Namespace]:
         print(format_command_help(commands[command], command, topics[0]), end="")
         raise SystemExit(0)
     parsed = parse(parser, arguments)
-    options: Namespace = parser.instantiate(parsed)[parsed.command]
+    try:
+        options: Namespace = parser.instantiate(parsed)[parsed.command]
+    except ValueError as error:  # from an optional section; UserError is no ValueError
+        raise UserError(explain_section(str(error))) from None
     if options.get("preset", preset) != preset:  # named in a file or by an abbreviation, which ``early`` ignores
         raise UserError(f"Name the preset on the command line: --preset {options.preset}")
     return parsed.command, options

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, get_args
 from jsonargparse import Namespace
 
 from flows.config import PipelineConfig, StageName
+from flows.curate import CurateConfig, CurateStage, curate_stages
 from flows.pipeline import pipeline_stages
 from flows.plan import Stages, cached_run, plan
 from flows.posttrain import PosttrainConfig, PosttrainStage
@@ -26,7 +27,7 @@ from lm.experiments.config import parse_budget
 from lm.text.patterns import PATTERNS
 from tasks.runs.run_record import run_name
 from textmill.cli.parser import read_config
-from textmill.cli.tables import format_comparison, format_profile, format_summary, format_sweep
+from textmill.cli.tables import format_comparison, format_curation, format_profile, format_summary, format_sweep
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +99,13 @@ def _read_posttrain_arguments(options: Namespace) -> _Arguments:
     return _Arguments(posttrain_stages, config, until, refresh, hint)
 
 
+def _read_curate_arguments(options: Namespace) -> _Arguments:
+    config: CurateConfig = read_config(CurateConfig, options)
+    until, refresh = _last_and_refreshed(options, CurateStage)
+    config.check_stages(until, refresh)
+    return _Arguments(curate_stages, config, until, refresh)
+
+
 def _read_sweep_arguments(options: Namespace) -> _Arguments:
     from flows.sweep import sweep_stages
 
@@ -110,6 +118,7 @@ def _read_sweep_arguments(options: Namespace) -> _Arguments:
 # Not functions of their own: each would be a frame between main and the flow.
 run_command = partial(_run_flow, "pipeline", read_pipeline_arguments, format_summary)
 posttrain_command = partial(_run_flow, "posttrain", _read_posttrain_arguments, format_summary)
+curate_command = partial(_run_flow, "curate", _read_curate_arguments, format_curation)
 sweep_command = partial(_run_flow, "sweep", _read_sweep_arguments, format_sweep)
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from flows.evaluate import EvaluationResult
     from flows.profile import ProfileResult
     from flows.teach import TeachResult
+    from lm.curate.document_filter import Verdict
     from textmill.runs.compare_runs import RunComparison
     from textmill.runs.run_list import RunSummary
 
@@ -57,19 +58,30 @@ def format_sample(prompt: str, text: str) -> str:
     return wrap(f"\n> {prompt}|{text}", sys.stdout)
 
 
+def format_verdicts(verdicts: "Sequence[Verdict]") -> str:
+    """Return a table of what each rule makes of a document, and whether the filter keeps it."""
+    width = max(len(verdict.rule) for verdict in verdicts)
+    lines = [f"{'rule':<{width}} {'value':>12} {'limit':>12}  verdict"]
+    for rule, value, limit, is_passed in verdicts:
+        sign = " " if isinstance(limit, str) else "≥" if "min_" in rule else "≤"
+        shown = f"{_short(value):>12} {sign}{_short(limit):>11}"
+        lines.append(f"{rule:<{width}} {shown}  {'passes' if is_passed else 'FAILS'}")
+    failed = [verdict.rule for verdict in verdicts if not verdict.is_passed]
+    end = f"The filter removes this document. Reason: {failed[0]}." if failed else "The filter keeps this document."
+    return "\n".join([*lines, "", end])
+
+
+def _short(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.3f}"
+
+
 def format_summary(record: dict[str, Any]) -> str:
     """Return one screen of text: the stages of a run, its outputs, and the next commands to try."""
     run = RunContext(record["root"], record["name"])
     outputs = outputs_of(run, record)
-    lines = ["", f"{'stage':<10} {'state':<7} {'seconds':>8}  figures"]
-    for name, output in outputs.items():
-        figures = [figure.replace("`", "") for figure in format_figures(output.manifest["figures"])]
-        shown = [figure for figure in figures if figure.startswith(_SUMMARY_FIGURES.get(name, ""))]
-        stage = record["stages"][name]
-        start = f"{name:<10} {stage['state']:<7} {stage['seconds']:>8.1f}  "
-        lines += textwrap.wrap(
-            ", ".join(shown) or "–", _COLUMNS, initial_indent=start, subsequent_indent=" " * len(start)
-        )
+    lines = _format_stages(record, outputs)
     if "evaluate" in outputs:
         lines += ["", *_format_models(outputs["evaluate"].manifest["figures"])]
     if "sample" in outputs:
@@ -83,6 +95,30 @@ def format_summary(record: dict[str, Any]) -> str:
             lines.append(f"  curves   tensorboard --logdir {_short_pattern(model)}/tensorboard")
     lines += ["", "Try next:"]
     lines += [f"  textmill {command:<{_COMMAND_WIDTH}}  {purpose}" for command, purpose in _next_commands(record)]
+    return "\n".join(lines)
+
+
+def _format_stages(record: dict[str, Any], outputs: dict[str, Output]) -> list[str]:
+    lines = ["", f"{'stage':<10} {'state':<7} {'seconds':>8}  figures"]
+    for name, output in outputs.items():
+        figures = [figure.replace("`", "") for figure in format_figures(output.manifest["figures"])]
+        shown = [figure for figure in figures if figure.startswith(_SUMMARY_FIGURES.get(name, ""))]
+        stage = record["stages"][name]
+        start = f"{name:<10} {stage['state']:<7} {stage['seconds']:>8.1f}  "
+        lines += textwrap.wrap(
+            ", ".join(shown) or "–", _COLUMNS, initial_indent=start, subsequent_indent=" " * len(start)
+        )
+    return lines
+
+
+def format_curation(record: dict[str, Any]) -> str:
+    """Return the stages of a run of the flow curate, and where its text and its report are."""
+    run = RunContext(record["root"], record["name"])
+    outputs = outputs_of(run, record)
+    lines = [*_format_stages(record, outputs), "", "Files; the report has the pages of the stages:"]
+    lines.append(f"  report   {_short_path(run.store.url('runs', run.name))}.md")
+    if export := outputs.get("export"):
+        lines.append(f"  text     {_short_path(export.url)}")
     return "\n".join(lines)
 
 

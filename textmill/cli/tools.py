@@ -12,14 +12,18 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jsonargparse import Namespace
 
 from flows.config import PipelineConfig
 from flows.prefect_support.deployments import LOCAL_POOL, find_server_api, start_local_stack
 from lm.common.errors import UserError
+from lm.curate.config import RulesConfig
 from lm.eval.config import EvaluationConfig, TeachConfig
 from lm.inference.config import SampleConfig
+from lm.text.config import DataConfig
+from lm.text.utf8 import encode_utf8
 from tasks.pages.markdown import format_size
 from tasks.runs.models import DirectoryModel, RunModel, resolve_model
 from tasks.runs.run_record import absolute_root
@@ -36,8 +40,12 @@ from textmill.cli.tables import (
     format_runs,
     format_sample,
     format_teaching,
+    format_verdicts,
 )
 from textmill.cli.terminal import print_message
+
+if TYPE_CHECKING:
+    from lm.curate.document_reader import Document
 
 
 def plan_command(options: Namespace) -> None:
@@ -49,6 +57,35 @@ def plan_command(options: Namespace) -> None:
     print_plan(rows)
     if forecasts:
         print(format_forecasts(forecasts))
+
+
+def explain_command(options: Namespace) -> None:
+    """Print what each rule of the filter makes of a document: rules that are not set have their defaults."""
+    from lm.curate.document_filter import DocumentFilter
+
+    config: PipelineConfig = read_config(PipelineConfig, options)
+    chosen = config.filter if config.filter.is_on else replace(config.filter, rules=RulesConfig())
+    document = _find_document(options.text, options.document, config.data)
+    print(format_verdicts(DocumentFilter(chosen).explain(document)))
+
+
+def _find_document(text: str, number: int, data: DataConfig) -> "Document":
+    """Return a text as a document, or document ``number`` of the file or URL that it names."""
+    from lm.curate.document_reader import Document, read_documents
+    from lm.text.documents import TextStatistics, stream_documents
+    from lm.text.sources import expand_urls
+
+    if not os.access(text, os.F_OK) and "://" not in text:
+        if not any(map(str.isspace, text)):
+            raise UserError(f"There is no file {text}. A text must have a space, to tell it from the name of a file.")
+        encoded = encode_utf8(text)
+        return Document(encoded, len(encoded), 0)
+    pieces = (piece.encode() for url in expand_urls([text]) for piece in stream_documents(url, data, TextStatistics()))
+    count = 0
+    for count, document in enumerate(read_documents(pieces, data.separator), 1):
+        if count == number:
+            return document
+    raise UserError(f"{text} has {count:,} documents; --document {number} is not among them.")
 
 
 def train_job_command(options: Namespace) -> None:

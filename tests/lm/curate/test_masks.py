@@ -7,7 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lm.curate import mask_emails, mask_ips, mask_phone_numbers, pack_documents
-from lm.curate.masks import MASKS, PATTERNS, PersonalData, mask_batch
+from lm.curate.config import PersonalData
+from lm.curate.masks import MASKS, PATTERNS, mask_batch
 
 PIECES = {
     "email": [

@@ -245,7 +245,7 @@ def test_a_damaged_page_is_skipped(tmp_path: Path) -> None:
     assert texts == [] and pages.damaged.names == [f"{large}: longer than 16 MiB"]
 
 
-@pytest.mark.parametrize("content", [b"hello\n", gzip.compress(b"hello"), b"\0" * 100])
+@pytest.mark.parametrize("content", [b"hello\n", gzip.compress(b"hello"), b"\0" * 100], ids=["text", "gzip", "zeros"])
 def test_a_file_without_a_record_is_a_user_error(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / ("a.warc.gz" if content[0] == 31 else "a.warc")
     path.write_bytes(content)

@@ -14,6 +14,7 @@ from textmill.cli.parser import build_parser, parse
 PARSER_WORDS = re.compile(r"<class|typing\.|Literal\[|jsonargparse|Namespace|Parser key|NoneType|Union|subcommand|\n")
 REQUIRED = {
     "sweep": ["learning-rate"],
+    "explain": ["a text"],
     "export": ["there"],
     "compare": ["a"],
     "tokenizers": ["--text", "a.txt"],

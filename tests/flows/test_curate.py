@@ -1,0 +1,84 @@
+"""The flow ``curate``: the same text as the pipeline's, in files for other tools."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from flows.config import PipelineConfig
+from flows.curate import CurateConfig, curate_stages
+from flows.pipeline import pipeline_stages
+from flows.plan import plan
+from lm.common.errors import UserError
+from lm.curate import DeduplicateConfig, FilterConfig, RulesConfig
+from lm.text.config import DataConfig
+from tests.helpers.corpora import EOT, write_text
+from tests.helpers.local_executor import LocalExecutor, run_locally
+from tests.lm.curate.test_rules import GOOD
+from textmill.cli.main import main
+
+TEXTS = [f"{GOOD}\nNumber {number} “ü”." for number in range(20)] + ["too short", GOOD, GOOD]
+KEPT = [*TEXTS[:20], GOOD]
+
+
+def make_config(folder: Path) -> CurateConfig:
+    source = write_text(folder / "a.txt", "".join(text + EOT for text in TEXTS))
+    data = DataConfig(train=[str(source)], valid_fraction=0)
+    return CurateConfig(data=data, filter=FilterConfig(RulesConfig()), deduplicate=DeduplicateConfig(equal=True))
+
+
+def read_lines(executor: LocalExecutor) -> list[dict[str, str]]:
+    """Return the rows of all files, in the order of their names."""
+    [output] = executor.open("export")
+    rows: list[dict[str, str]] = []
+    for file in sorted(output.manifest["files"], key=lambda file: file["path"]):
+        with pa.CompressedInputStream(str(output.path(file["path"])), "zstd") as stream:
+            rows += map(json.loads, stream.read().decode().splitlines())
+    return rows
+
+
+def test_the_text_is_written_as_json_lines_or_parquet(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    executor = run_locally(curate_stages, config, tmp_path / "root")
+    assert [*executor.finished] == ["ingest", "filter", "deduplicate", "export"] == config.stage_names()
+    assert read_lines(executor) == [{"text": text} for text in KEPT]
+    [output] = executor.open("export")
+    assert [file["path"] for file in output.manifest["files"]] == ["train-00000.jsonl.zst"]
+    assert output.manifest["figures"]["train"]["documents"] == len(KEPT)
+    executor = run_locally(curate_stages, replace(config, format="parquet"), tmp_path / "root")
+    assert executor.made == ["export-train", "export"]
+    [output] = executor.open("export")
+    assert pq.read_table(output.path("train-00000.parquet")).to_pylist() == [{"text": text} for text in KEPT]
+
+
+def test_the_pipeline_takes_the_text_from_the_cache(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run_locally(curate_stages, config, tmp_path / "root")
+    same = PipelineConfig(data=config.data, filter=config.filter, deduplicate=config.deduplicate)
+    assert run_locally(pipeline_stages, same, tmp_path / "root", "chunk").made == ["chunk-train", "chunk"]
+
+
+def test_without_rules_the_text_is_only_written(tmp_path: Path) -> None:
+    config = replace(make_config(tmp_path), filter=FilterConfig(), deduplicate=DeduplicateConfig())
+    executor = run_locally(curate_stages, config, tmp_path / "root")
+    assert executor.made == ["ingest-train", "ingest", "export-train", "export"]
+    assert [row["text"] for row in read_lines(executor)] == TEXTS
+    with pytest.raises(UserError, match="There is no stage filter: nothing is filtered"):
+        plan(curate_stages, config, str(tmp_path / "root"), "filter", ())
+
+
+def test_a_document_past_the_limit_is_written_whole(tmp_path: Path) -> None:
+    long = "é" * (9 << 20)
+    data = DataConfig(train=[str(write_text(tmp_path / "a.txt", f"{long}{EOT}b{EOT}"))], valid_fraction=0)
+    executor = run_locally(curate_stages, CurateConfig(data=data), tmp_path / "root")
+    assert [row["text"] for row in read_lines(executor)] == [long, "b"]
+
+
+def test_the_command_plans_the_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_text(tmp_path / "a.txt", GOOD + EOT)
+    assert main(["curate", "--plan", "--root", str(tmp_path / "root"), "--data.train", str(source)]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == ["ingest-train", "ingest", "filter", "deduplicate", "export"]
