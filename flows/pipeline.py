@@ -178,11 +178,7 @@ def prepare_text(config: PipelineConfig, inputs: PipelineInputs, executor: Execu
         specials, pattern, model_config = executor.read(read_start, *start, config.stated_fields("model"), separator)
     # Only if there are other special tokens than the separator, an argument and part of the keys.
     is_ordinary = config.data.special_tokens_in_document == "text" and (start or set(specials) != {separator})
-    ordinary = [specials] if is_ordinary else []
-    if page_reader := page_reader_identity(config.data, [*inputs.train, *inputs.valid]):
-        ordinary = [*(ordinary or [[]]), page_reader]
-    read_as = [config.data, *ordinary]
-    texts, train_texts, valid_texts = read_text(config, inputs, read_as, executor)
+    texts, train_texts, valid_texts = read_text(config, inputs, specials if is_ordinary else [], executor)
     chunk_config, tokenizer_config, train_config = config.chunk, config.tokenizer, config.train
     if config.budget:
         amount = parse_budget(config.budget)
@@ -205,13 +201,18 @@ def prepare_text(config: PipelineConfig, inputs: PipelineInputs, executor: Execu
 
 
 def read_text(
-    config: TextConfig, inputs: PipelineInputs, read_as: list[Any], executor: Executor
+    config: TextConfig, inputs: PipelineInputs, special_tokens: list[str], executor: Executor
 ) -> tuple[Ref, list[TextGroup], list[TextGroup]]:
     """Read the sources, and remove documents by the rules that are on. Return the output that has the statistics of the
     text, and the groups of the training and the validation text.
 
-    Validation text that is held out is filtered like the training text; that of ``data.valid`` stays as it is.
+    ``special_tokens``: those whose text is ordinary in documents, if there are any besides the separator. Validation
+    text that is held out is filtered like the training text; that of ``data.valid`` stays as it is.
     """
+    page_reader = page_reader_identity(config.data, [*inputs.train, *inputs.valid])
+    read_as = [config.data, *([special_tokens] if special_tokens or page_reader else [])]
+    if page_reader:
+        read_as.append(page_reader)
     texts, parts = (ingest_sources if inputs.mix else ingest_text)(config, inputs, read_as, executor)
     train, valid = (
         [group for part in parts if part.split == split for group in executor.read(read_text_groups, *part[1:])]
