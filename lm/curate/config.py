@@ -161,3 +161,25 @@ class DeduplicateConfig(Config, section="deduplicate"):
     def is_on(self) -> bool:
         """Whether any copies are removed."""
         return self.equal or self.jaccard_threshold is not None
+
+
+@dataclass(frozen=True)
+class DecontaminateConfig(Config, section="decontaminate"):
+    """What the stage ``decontaminate`` removes: training text that a model is tested on. By default it is off.
+
+    Brown et al. 2020 (GPT-3), appendix C.
+    """
+
+    validation: bool = False
+    """Whether the validation text is protected."""
+    files: list[str] = field(default_factory=list)
+    """Other protected text, such as the questions of a test: paths, globs or URLs in any form of data.train."""
+    ngrams: int = bounded_field(13, ge=2, le=64)
+    """Words of a run that counts as shared. Words are normalized: no case, accents or punctuation."""
+    action: Literal["drop", "cut"] = "drop"
+    """drop: remove documents that share a run. cut: remove the shared words only."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is protected."""
+        return self.validation or bool(self.files)
