@@ -48,7 +48,7 @@ class CurateConfig(FlowConfig):
 def curate_stages(config: CurateConfig, executor: Executor) -> None:
     """Run all stages. The text is the same as that of the pipeline with the same options, and shares its cache."""
     inputs = executor.find_inputs(_find_inputs)
-    _, train, valid = read_text(config, inputs, [config.data], executor)
+    _, train, valid = read_text(config, inputs, [], executor)
     write_as = config.data.separator, config.format
     train_files = executor.map(export_group, "export-train", train, *write_as)
     valid_files = executor.map(export_group, "export-valid", valid, *write_as)

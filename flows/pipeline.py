@@ -28,7 +28,14 @@ from tasks.deduplicate import deduplicate, keep_group, read_texts_with_copies, s
 from tasks.encode import encode, encode_group
 from tasks.filter import filter_documents, filter_group
 from tasks.import_model import find_model_files, import_model
-from tasks.ingest import find_named_sources, find_sources, ingest, ingest_group, ingest_mix
+from tasks.ingest import (
+    find_named_sources,
+    find_sources,
+    ingest,
+    ingest_group,
+    ingest_mix,
+    page_reader_identity,
+)
 from tasks.merge import merge
 from tasks.runs.models import RunModel, resolve_model
 from tasks.runtime.inputs import ChunkGroup, TextGroup, read_groups, read_rewritten_groups, read_text_groups
@@ -180,7 +187,7 @@ def prepare_text(config: PipelineConfig, inputs: PipelineInputs, executor: Execu
         specials, pattern, model_config = executor.read(read_start, *start, config.stated_fields("model"), separator)
     # Only if there are other special tokens than the separator, an argument and part of the keys.
     is_ordinary = config.data.special_tokens_in_document == "text" and (start or set(specials) != {separator})
-    read_as = [config.data, *([specials] if is_ordinary else [])]
+    read_as = [specials] if is_ordinary else []
     texts, train_texts, valid_texts = read_text(config, inputs, read_as, executor)
     chunk_config, tokenizer_config, train_config = config.chunk, config.tokenizer, config.train
     if config.budget:
@@ -204,13 +211,18 @@ def prepare_text(config: PipelineConfig, inputs: PipelineInputs, executor: Execu
 
 
 def read_text(
-    config: TextConfig, inputs: PipelineInputs, read_as: list[Any], executor: Executor
+    config: TextConfig, inputs: PipelineInputs, ordinary: list[list[str]], executor: Executor
 ) -> tuple[Ref, list[TextGroup], list[TextGroup]]:
     """Read the sources, and remove documents by the rules that are on. Return the output that has the statistics of the
     text, and the groups of the training and the validation text.
 
     Validation text that is held out is filtered like the training text; that of ``data.valid`` stays as it is.
+    ``ordinary``: the special tokens that are ordinary text in rows, if there are any.
     """
+    sources = [*inputs.train, *inputs.valid, *(source for named in inputs.mix.values() for source in named)]
+    if page_reader := page_reader_identity(config.data, sources):
+        ordinary = [*(ordinary or [[]]), page_reader]
+    read_as: list[Any] = [config.data, *ordinary]
     texts, parts = (ingest_sources if inputs.mix else ingest_text)(config, inputs, read_as, executor)
     train, valid = (
         [group for part in parts if part.split == split for group in executor.read(read_text_groups, *part[1:])]
@@ -229,8 +241,8 @@ def read_text(
         from lm.curate.normalized_words import words_identity  # slow to import
 
         protected = valid if config.decontaminate.validation else []
-        read_as = [config.data, config.decontaminate, words_identity()]
-        outputs = executor.map(decontaminate_group, "decontaminate", train, protected, inputs.protected, *read_as)
+        protect_as = protected, inputs.protected, config.data, config.decontaminate, words_identity()
+        outputs = executor.map(decontaminate_group, "decontaminate", train, *protect_as)
         texts = executor.finish(executor.call(decontaminate, texts, outputs))
         train = executor.read(read_rewritten_groups, train, dict(enumerate(outputs)))
     return texts, train, valid

@@ -10,9 +10,11 @@ import numpy as np
 
 from lm.files.retry import retry_reading
 from lm.text.config import DataConfig
+from lm.text.document_metadata import METADATA
 from lm.text.held_out import combine_groups, join_held_out
 from lm.text.ingest import HELD_OUT, Text, read_group
 from lm.text.sources import Source, warn_about_equal_texts, warn_about_repeated_sources
+from lm.text.web_pages import is_web_format, page_reader_versions
 from tasks.pages import text as pages
 from tasks.runtime.inputs import read_texts, text_sources, text_url
 from tasks.runtime.output import Output
@@ -38,19 +40,36 @@ def find_named_sources(data: DataConfig, store: Store) -> dict[str, list[Source]
     return {name: describe_sources(source.paths, store) for name, source in data.named_sources.items()}
 
 
+def page_reader_identity(data: DataConfig, sources: Sequence[Source]) -> list[str]:
+    """Return what decides the text of web pages besides the pages; empty if no source has pages. Only then are there
+    such arguments, and parts of the keys. Raises UserError if the libraries are missing."""
+    return [data.page_text, *page_reader_versions()] if any(is_web_format(source.url) for source in sources) else []
+
+
 @stage("ingest-group", is_mapped=True)
 def ingest_group(
-    out: Attempt, group: list[Source], fraction: float, data: DataConfig, special_tokens: Sequence[str] = ()
+    out: Attempt,
+    group: list[Source],
+    fraction: float,
+    data: DataConfig,
+    special_tokens: Sequence[str] = (),
+    page_reader: Sequence[str] = (),
 ) -> None:
     """Write the texts of a group of sources, or refer to the sources; ``texts.json`` lists them.
 
-    ``special_tokens``: those whose text is ordinary in documents of JSON Lines and Parquet.
+    ``special_tokens``: those whose text is ordinary in documents of JSON Lines, Parquet and web pages. ``page_reader``:
+    what else decides the text of web pages, for the key; see :func:`page_reader_identity`.
     """
     out.sources = group
     arguments = group, data, fraction, out.directory, special_tokens
     texts = retry_reading(read_group, *arguments)  # a retry overwrites the first try
     out.write_json("texts.json", texts.to_json())
     out.figures = {"digests": texts.digests}
+    if skipped := texts.skipped_pages:
+        out.figures["pages"] = skipped
+        if skipped["damaged"]:
+            names = "; ".join(skipped["names"][:3])
+            log.warning("Skipped %s damaged web pages and records: %s.", f"{skipped['damaged']:,}", names)
 
 
 @stage("ingest", page=pages.ingest)
@@ -82,7 +101,12 @@ def ingest(out: Attempt, train: list[Output], valid: list[Output], fraction: flo
     if any(entry["group"] is None for entry in content["valid"]):
         held_out = [output for output, group in zip(outputs, groups, strict=True) if group.held_out_bytes]
         paths = out.run.store.map(lambda output: output.path(HELD_OUT), held_out)
-        texts = join_held_out([group for group in groups if group.held_out_bytes], paths, out.directory / "valid.txt")
+        metadata = [
+            output.path(METADATA) if any(file["path"] == METADATA for file in output.manifest["files"]) else None
+            for output in held_out
+        ]
+        held_out_groups = [group for group in groups if group.held_out_bytes]
+        texts = join_held_out(held_out_groups, paths, out.directory / "valid.txt", metadata)
         out.write_json("texts.json", texts.to_json())
     content["statistics"] = {
         name: {**asdict(split.statistics), "bytes": sum(size for _, size in split.selections)}

@@ -1,3 +1,6 @@
+from .classifier import TextClassifier as TextClassifier
+from .classifier import score_quantile as score_quantile
+from .config import ClassifierConfig as ClassifierConfig
 from .config import DeduplicateConfig as DeduplicateConfig
 from .config import FilterConfig as FilterConfig
 from .config import RulesConfig as RulesConfig
@@ -16,6 +19,7 @@ from .duplicate_lines import deduplicate_lines as deduplicate_lines
 from .duplicate_lines import digest_lines_to_runs as digest_lines_to_runs
 from .duplicate_lines import drop_repeated_lines as drop_repeated_lines
 from .duplicate_lines import find_repeated_lines as find_repeated_lines
+from .extract import extract_text as extract_text
 from .filtered_text import filter_texts as filter_texts
 from .language import identify_language as identify_language
 from .masks import mask_emails as mask_emails

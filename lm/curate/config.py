@@ -1,4 +1,4 @@
-"""Configuration of the stages that decide which documents a corpus keeps."""
+"""Configuration of the stages that decide which documents a corpus keeps, and of text classifiers."""
 
 import re
 from dataclasses import dataclass, field
@@ -183,3 +183,28 @@ class DecontaminateConfig(Config, section="decontaminate"):
     def is_on(self) -> bool:
         """Whether anything is protected."""
         return self.validation or bool(self.files)
+
+
+@dataclass(frozen=True)
+class ClassifierConfig(Config, section="classifier"):
+    """How a :class:`TextClassifier` reads text and is trained."""
+
+    table_bits: int = bounded_field(18, ge=8, le=26)
+    """The table of weights has 2^table_bits rows. N-grams with the same hash share a row."""
+    word_ngrams: int = bounded_field(2, ge=0, le=2)
+    """0: no words. 1: words. 2: also pairs of words."""
+    char_ngrams: int = bounded_field(4, ge=0, le=7)
+    """Characters of an n-gram, across words; 0 turns them off."""
+    epochs: int = bounded_field(5, ge=1)
+    """Passes over the documents, in an order that the seed decides."""
+    learning_rate: float = bounded_field(0.5, gt=0, le=2)
+    """Part of a document's error that its update removes. Falls linearly to 0 over the training."""
+    balance: bool = True
+    """Whether each label counts the same in all, however many documents it has."""
+    seed: int = bounded_field(0, ge=0)
+    """Of the order of the documents."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.word_ngrams and not self.char_ngrams:
+            raise UserError("classifier.word_ngrams and classifier.char_ngrams are 0; set one of them.")

@@ -33,6 +33,12 @@ _SIGNATURES = {
     BOM_UTF16_LE: "UTF-16 or UTF-32; convert it: iconv -f UTF-16 -t UTF-8",
     BOM_UTF16_BE: "UTF-16; convert it: iconv -f UTF-16 -t UTF-8",
 }
+_FORMATS = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
+    ".parquet": "parquet",
+    **dict.fromkeys((".html", ".htm", ".xhtml"), "html"),
+    **dict.fromkeys((".warc", ".wet"), "warc"),
+}
 _TEXT_FORMATS = {
     "JSON": re.compile(r'\s*(\{\s*"|\[\s*[\[{"])'),
     "HTML or XML": re.compile(r"\s*<(!doctype|html|\?xml)\b", re.IGNORECASE),
@@ -42,8 +48,8 @@ _TEXT_FORMATS = {
 def detect_format(url: str) -> tuple[str, str]:
     """Return (format, compression suffix) by the file name.
 
-    The format is ``text``, ``jsonl`` or ``parquet``. The suffix is for example ``.gz``; empty if not compressed. Raises
-    UserError for an archive, which holds several files.
+    The format is ``text``, ``jsonl``, ``parquet``, ``html`` or ``warc``. The suffix is for example ``.gz``; empty if
+    not compressed. Raises UserError for an archive, which holds several files.
     """
     name = url
     if is_remote(url):
@@ -57,8 +63,7 @@ def detect_format(url: str) -> tuple[str, str]:
     suffix = path.with_suffix("").suffix if compression else path.suffix
     if suffix in (".tar", ".tgz", ".zip"):
         raise UserError(f"{url} is an archive; unpack it first and name the files in it.")
-    formats = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
-    return formats.get(suffix, "text"), compression
+    return _FORMATS.get(suffix, "text"), compression
 
 
 def is_remote(url: str) -> bool:
@@ -87,17 +92,19 @@ def read_blocks(raw: IO[bytes], start: int, end: int) -> Iterator[bytes]:
         yield block
 
 
-def decompress(raw: IO[bytes], url: str, digest: "hashlib._Hash | None" = None) -> Iterator[bytes]:
+def decompress(
+    raw: IO[bytes], url: str, digest: "hashlib._Hash | None" = None, is_utf8: bool = True
+) -> Iterator[bytes]:
     """Yield blocks of the decompressed bytes of a file, whose compression the name in ``url`` says.
 
-    Raises UserError if the file is corrupt or truncated, or begins like a file that is not UTF-8 text. At the end, all
-    stored bytes are in ``digest``.
+    Raises UserError if the file is corrupt or truncated, or, with ``is_utf8``, begins like a file that is not UTF-8
+    text. At the end, all stored bytes are in ``digest``.
     """
     compression = detect_format(url)[1]
     stored = _StoredFile(raw, digest)
     try:
         for number, block in enumerate(_DECOMPRESSORS[compression](stored)):
-            if not number:
+            if not number and is_utf8:
                 _refuse_binary(block, url)
             yield block
         if compression and not stored.bytes_read:

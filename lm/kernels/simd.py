@@ -253,6 +253,36 @@ dot = _dot_products(1, 1, 16, 4)
 dot_two_by_four = _dot_products(2, 4, 8, 1)
 
 
+def _add_rows(lanes: int) -> Any:
+    """Return an operation that adds up ``lanes`` columns of rows of a float32 matrix."""
+    vector = ir.VectorType(_F32, lanes)
+
+    @_operation(lambda weights, column, rows, count, sums: types.void(weights, types.int64, rows, types.int64, sums))
+    def add_rows(
+        context: Any, builder: Any, args: Any, weights: Any, column: Any, rows: Any, count: Any, sums: Any
+    ) -> None:
+        """Add columns ``column : column + lanes`` of the rows ``rows[:count]``, int32, of ``weights`` to these columns
+        of ``sums``."""
+
+        def pointer(kind: Any, array: Any, index: Any) -> Any:
+            return builder.bitcast(_address(context, builder, kind, array, index, 4 * lanes), vector.as_pointer())
+
+        stride = builder.extract_value(context.make_array(args[0])(context, builder, weights).shape, 1)
+        total = cgutils.alloca_once_value(builder, ir.Constant(vector, None))
+        with cgutils.for_range(builder, count) as loop:
+            row = builder.sext(builder.load(_address(context, builder, args[2], rows, loop.index)), _I64)
+            at = builder.add(builder.mul(row, stride), column)
+            values = builder.load(pointer(args[0], weights, at), align=4)
+            builder.store(builder.fadd(builder.load(total), values), total)
+        place = pointer(args[4], sums, column)
+        builder.store(builder.fadd(builder.load(place, align=4), builder.load(total)), place, align=4)
+
+    return add_rows
+
+
+add_rows_of_4, add_rows_of_16 = _add_rows(4), _add_rows(16)
+
+
 @_operation(lambda word: types.float32(types.int32))
 def float_of_bits(context: Any, builder: Any, args: Any, word: Any) -> Any:
     """Return the float32 that has the bits of an int32."""

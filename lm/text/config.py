@@ -33,8 +33,8 @@ class DataConfig(Config, section="data"):
 
     train: list[str] = field(default_factory=lambda: [*_DEFAULT_TRAIN])
     """Training text: a list of paths, globs or URLs (file, https, s3, memory), plain or compressed (.gz .bz2 .xz .zst).
-    .jsonl, .json and .parquet hold one document per row. In any other file, the separator ends each document. demo:N
-    generates N short stories. Empty with mix."""
+    .jsonl, .json and .parquet hold one document per row. .html is a page, and .warc and .wet hold pages of a crawl. In
+    any other file, the separator ends each document. demo:N generates N short stories. Empty with mix."""
     mix: dict[str, MixSource] = field(default_factory=dict)
     """Training text of several sources by name, in place of train: {stories: {paths: [a.txt], weight: 3}, …}. Batches
     follow the weights, and each source has a validation loss. See docs/mixtures.md."""
@@ -60,6 +60,8 @@ class DataConfig(Config, section="data"):
     special_tokens_in_document: Literal["text", "token"] = "text"
     """Treatment of the text of another special token in a jsonl or parquet document. text: ordinary text. token: the
     special token, as in plain text."""
+    page_text: Literal["main", "whole"] = "main"
+    """Text of an HTML page. main: without navigation, advertisements and the like. whole: all of it."""
 
     def __post_init__(self) -> None:
         if self.mix:
@@ -118,8 +120,11 @@ class DataConfig(Config, section="data"):
     @property
     def identity(self) -> dict[str, Any]:
         """Fields that enter the cache key. Sources enter it by their content, the fraction and special tokens by their
-        effect."""
-        others = ("train", "mix", "valid", "valid_fraction", "valid_max_bytes", "special_tokens_in_document")
+        effect, and the text of pages only if there are pages."""
+        others = (
+            *("train", "mix", "valid", "valid_fraction", "valid_max_bytes"),
+            *("special_tokens_in_document", "page_text"),
+        )
         return {name: value for name, value in asdict(self).items() if name not in others}
 
 

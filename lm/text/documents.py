@@ -1,4 +1,4 @@
-"""Documents of plain text, JSON Lines and Parquet files, with their hashes and statistics."""
+"""Documents of plain text, JSON Lines, Parquet, HTML and WARC files, with their hashes and statistics."""
 
 import hashlib
 import math
@@ -13,6 +13,7 @@ from lm.text.config import DataConfig
 from lm.text.rows import open_parquet, read_lines
 from lm.text.sources import open_decompressed
 from lm.text.utf8 import decode_utf8_blocks, replace_surrogates
+from lm.text.web_pages import WebPages, is_web_format, read_web_documents
 
 
 @dataclass
@@ -80,16 +81,20 @@ class DocumentHash:
 
 
 def stream_documents(
-    url: str, config: DataConfig, statistics: TextStatistics, digest: "hashlib._Hash | None" = None
+    url: str,
+    config: DataConfig,
+    statistics: TextStatistics,
+    digest: "hashlib._Hash | None" = None,
+    pages: WebPages | None = None,
 ) -> Iterator[str]:
     """Yield the documents of a source, each followed by ``config.separator``, as pieces of text.
 
-    The separator occurs only at the end of a piece. A jsonl or parquet document is one piece. A plain text document may
-    be larger than memory and is many pieces. Plain text keeps every byte: white space after the last separator is a
-    final piece without a separator. Any other text after it is a document, which gets a separator.
+    The separator occurs only at the end of a piece. A document of plain text may be larger than memory and is many
+    pieces; of the other formats, a document is one piece. Plain text keeps every byte: white space after the last
+    separator is a final piece without a separator. Any other text after it is a document, which gets a separator.
 
     Adds the documents to ``statistics``, and the stored bytes to ``digest``, except those of Parquet, which is not read
-    in order. Raises UserError if the source cannot be read.
+    in order, and what is known of web pages to ``pages``. Raises UserError if the source cannot be read.
     """
     file_format, _ = detect_format(url)
     if file_format == "text":
@@ -97,6 +102,8 @@ def stream_documents(
         return
     if file_format == "jsonl":
         rows = _jsonl_rows(url, config, statistics, digest)
+    elif is_web_format(url):
+        rows = read_web_documents(url, config.page_text, pages or WebPages(), digest)
     else:
         rows = _parquet_rows(url, config, statistics)
     for row_name, document in rows:

@@ -5,13 +5,14 @@ import shutil
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 
 from lm.common.errors import UserError
 from lm.text.config import DataConfig
+from lm.text.document_metadata import METADATA, MetadataTables
 from lm.text.documents import DocumentHash, TextStatistics, split_documents
-from lm.text.ingest import GroupTexts, Text
+from lm.text.ingest import HELD_OUT, GroupTexts, Text
 from lm.text.pretokenize import find_safe_cut
 from lm.text.sources import ByteRanges, open_ranges
 from lm.text.special_texts import join_adjacent
@@ -100,15 +101,24 @@ def combine_groups(
     return splits
 
 
-def join_held_out(groups: Sequence[GroupTexts], paths: Iterable[Path], joined: Path) -> GroupTexts:
-    """Write the held-out texts of groups, one after the other, to ``joined``. Return it as the text of a group."""
+def join_held_out(
+    groups: Sequence[GroupTexts], paths: Iterable[Path], joined: Path, metadata: Sequence[Path | None] = ()
+) -> GroupTexts:
+    """Write the held-out texts of groups, one after the other, to ``joined``. Return it as the text of a group.
+
+    ``metadata`` are the files ``metadata.parquet`` of the groups that have one; another is written beside ``joined``.
+    """
     rows: list[tuple[int, int]] = []
+    tables = MetadataTables()
     with joined.open("wb") as file:
-        for group, path in zip(groups, paths, strict=True):
+        for group, path, described in zip_longest(groups, paths, metadata):
+            if described:
+                tables.add_copy(described, HELD_OUT, joined.name, file.tell())
             rows += [(file.tell() + start, file.tell() + end) for start, end in group.held_out_rows]
             with path.open("rb") as part:
                 shutil.copyfileobj(part, file)
         size = file.tell()
+    tables.write(joined.with_name(METADATA))
     text = Text(joined.name, None, size, [(0, size)], join_adjacent(rows))
     return GroupTexts([text], separator=next((group.separator for group in groups if group.held_out_rows), ""))
 

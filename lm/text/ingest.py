@@ -16,6 +16,7 @@ from typing import Any
 from lm.files.compression import detect_format, text_format
 from lm.files.urls import file_version
 from lm.text.config import DataConfig
+from lm.text.document_metadata import METADATA, DocumentRows, MetadataTables
 from lm.text.documents import DocumentHash, TextStatistics, stream_documents
 from lm.text.sources import (
     Source,
@@ -27,6 +28,7 @@ from lm.text.sources import (
     open_ranges,
 )
 from lm.text.special_texts import SpecialTextCounter, join_adjacent, rows_of_copy
+from lm.text.web_pages import WebPages, is_web_format
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +70,8 @@ class GroupTexts:
     digests: dict[str, str] = field(default_factory=dict)
     """SHA-256 of the documents of each source, by its URL; not in ``texts.json``. It finds equal text in two formats.
     """
+    skipped_pages: dict[str, Any] = field(default_factory=dict)
+    """:meth:`WebPages.to_json`, if there are sources of web pages; not in ``texts.json``."""
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "GroupTexts":
@@ -84,7 +88,7 @@ class GroupTexts:
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``texts.json``. Fields about rows are left out if they are empty."""
         content = asdict(self)
-        del content["digests"]
+        del content["digests"], content["skipped_pages"]
         for part in (content, *content["kept"]):
             for name in ("rows", "held_out_rows", "separator"):
                 if not part.get(name, True):
@@ -112,16 +116,25 @@ def read_group(
 
     Plain text that allows reads of byte ranges stays in place. Other sources are written to ``text.txt``,
     ``text-2.txt``, … in the directory ``out``. Documents held out are copied to ``held-out.txt``. The text of
-    ``special_tokens`` is ordinary in documents of JSON Lines and Parquet. Raises UserError for invalid input.
+    ``special_tokens`` is ordinary in documents of JSON Lines, Parquet and web pages. The metadata of web pages are
+    written to ``metadata.parquet``. Raises UserError for invalid input.
     """
     others, limit = [token for token in special_tokens if token != config.separator], int(fraction * 2**64)
-    readers = _read_sources(sources, lambda: _TextReader(config, limit, SpecialTextCounter(others)), out)
+    pages = WebPages()
+    try:
+        readers = _read_sources(sources, lambda: _TextReader(config, limit, SpecialTextCounter(others), pages), out)
+    finally:
+        pages.reader.close()
     _warn_about_formats(readers)
-    group = GroupTexts()
+    group, metadata = GroupTexts(), MetadataTables()
+    if any(is_web_format(source.url) for source in sources):
+        group.skipped_pages = pages.to_json()
     held_out_path = out / HELD_OUT
     with held_out_path.open("wb") as file:
         for reader in readers:
             text, held_out = reader.text, reader.held_out_ranges
+            if text.file and reader.metadata:
+                metadata.add_split(text.file, reader.metadata, held_out, HELD_OUT, file.tell())
             rows = reader.rows if reader.special_texts.total else []
             if rows:
                 group.separator = config.separator
@@ -144,6 +157,7 @@ def read_group(
         group.held_out_bytes = file.tell()
     if not group.held_out_bytes:
         held_out_path.unlink()
+    metadata.write(out / METADATA)
     return group
 
 
@@ -159,12 +173,15 @@ class _TextReader:
     hash_limit: int
     special_texts: SpecialTextCounter
     """Counts the texts of special tokens in ``rows``."""
+    pages: WebPages
     text: Text = field(default_factory=lambda: Text(None, None, 0, []))
     version: tuple[int, str] | None = None  # of the source, if the text stays in place
     size: int = 0
     held_out_ranges: list[tuple[int, int]] = field(default_factory=list)
     rows: list[tuple[int, int]] = field(default_factory=list)
-    """Byte ranges of JSON Lines and Parquet."""
+    """Byte ranges of JSON Lines, Parquet and web pages."""
+    metadata: DocumentRows = field(default_factory=DocumentRows)
+    """Of web pages."""
     statistics: TextStatistics = field(default_factory=TextStatistics)
     held_out_statistics: TextStatistics = field(default_factory=TextStatistics)
     digests: dict[str, str] = field(default_factory=dict)
@@ -182,15 +199,15 @@ class _TextReader:
         replaced, removed = self.statistics.replaced, self.statistics.separators_removed
         return replace(self._kept_statistics, replaced=replaced, separators_removed=removed)
 
-    def read(self, source: Source) -> Iterator[bytes]:
-        """Yield the documents of a source as UTF-8. Raises UserError if it has changed since it was hashed.
+    def read(self, source: Source, number: int) -> Iterator[bytes]:
+        """Yield the documents of source ``number`` as UTF-8. Raises UserError if it has changed since it was hashed.
 
         Parquet is not read in order. So it is read again to compare it, if it is local.
         """
         document, digest, documents = DocumentHash(), hashlib.sha256(), hashlib.sha256()
         start, is_rows = self.size, detect_format(source.url)[0] != "text"
-        is_first = not is_rows
-        for piece in stream_documents(source.url, self.config, self.statistics, digest):
+        is_first, is_web = not is_rows, is_web_format(source.url)
+        for piece in stream_documents(source.url, self.config, self.statistics, digest, self.pages):
             if is_first and (name := text_format(source.url, piece)):
                 self.formats.setdefault(name, []).append(source.url)
             is_first = False
@@ -200,6 +217,8 @@ class _TextReader:
             self.size += len(data)
             if is_rows:
                 self.special_texts.update(data)
+            if is_web:
+                self.metadata.add(number, self.size - len(data), self.size, self.pages.metadata)
             if not self.hash_limit:
                 continue
             document.update(piece.removesuffix(self.config.separator))
@@ -243,7 +262,7 @@ def _read_sources(sources: Sequence[Source], make_reader: Callable[[], _TextRead
         if can_read_in_place(source.url):
             reader = make_reader()
             reader.text, reader.version = Text(None, number, source.bytes, []), file_version(source.url)
-            deque(reader.read(source), maxlen=0)
+            deque(reader.read(source, number), maxlen=0)
             if not reader.statistics.replaced:
                 readers.append(reader)
                 is_copied = False
@@ -252,7 +271,7 @@ def _read_sources(sources: Sequence[Source], make_reader: Callable[[], _TextRead
             readers.append(make_reader())
             copies.append(out / ("text.txt" if not copies else f"text-{len(copies) + 1}.txt"))
         with copies[-1].open("ab" if is_copied else "wb") as file:
-            file.writelines(readers[-1].read(source))
+            file.writelines(readers[-1].read(source, number))
         readers[-1].text = Text(copies[-1].name, None, readers[-1].size, [])
         is_copied = True
     for path in copies:

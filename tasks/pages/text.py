@@ -1,5 +1,6 @@
 """Pages of the stages that read, cut and encode text: documents, chunks and tokens."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ def ingest(out: "Attempt", train: "list[Output]", valid: "list[Output]", **input
     yield table(("text", "documents", "bytes", "invalid sequences replaced", "separators removed"), rows)
     lengths = np.sum([counts["lengths"] for counts in statistics.values()], axis=0)
     yield histogram("Length of the documents", "characters", lengths, QUARTER_OCTAVES, "documents")
+    yield from _skipped_pages([group.manifest["figures"].get("pages") for group in (*train, *valid)])
     sources = [source for group in (*train, *valid) for source in group.manifest["sources"]]
     shown = [(code(source["url"]), source["bytes"], code(source["sha256"][:12])) for source in sources[:_MAX_SOURCES]]
     yield table(("source", "bytes as stored", "sha256"), shown)
@@ -44,6 +46,18 @@ def ingest_mix(out: "Attempt", names: list[str], **inputs: Any) -> Iterator[str]
     yield table(header, rows)
     lengths = np.sum([counts["lengths"] for counts in content["statistics"].values()], axis=0)
     yield histogram("Length of the documents", "characters", lengths, QUARTER_OCTAVES, "documents")
+
+
+def _skipped_pages(groups: list[dict[str, Any] | None]) -> Iterator[str]:
+    """Show how many web pages were skipped, by reason, and the first damaged ones."""
+    described = [group for group in groups if group]
+    skipped = sum((Counter(group["skipped"]) for group in described), Counter())
+    if damaged := sum(group["damaged"] for group in described):
+        skipped["damaged"] = damaged
+    if skipped:
+        yield table(("web pages skipped", "number"), skipped.most_common())
+    if names := [name for group in described for name in group["names"]][:_MAX_SOURCES]:
+        yield "Damaged pages and records:\n\n" + "\n".join(f"- {code(name)}" for name in names)
 
 
 def chunk(out: "Attempt", train: "list[Output]", valid: "list[Output]") -> Iterator[str]:

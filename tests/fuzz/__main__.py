@@ -23,7 +23,7 @@ from tests.helpers.processes import PROJECT
 _GRACE_SECONDS = 600  # for the start of a target, and for its end after its time is over
 
 PARSERS = {
-    "texts": ("tokenizer", "tokenizer_json", "tiktoken", "sentencepiece", "sources", "counts", "shards"),
+    "texts": ("tokenizer", "tokenizer_json", "tiktoken", "sentencepiece", "sources", "web", "counts", "shards"),
     "weights": ("checkpoint", "checkpoint_file", "meta", "hugging_face", "odd_tensors", "job"),
     "interfaces": ("manifest", "config", "preset", "request", "authorization"),
 }

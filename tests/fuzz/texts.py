@@ -23,11 +23,13 @@ from lm.inference.llama import LlamaTokenizer
 from lm.text.config import DataConfig
 from lm.text.documents import TextStatistics, stream_documents
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN
+from lm.text.web_pages import PageReader, WebPages
 from lm.tokenizer.bpe import train_merges
 from lm.tokenizer.pretoken_counts import merge_counts, read_counts, write_counts
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.fuzz.choices import Choices, json_bytes, mutate, mutate_bytes
 from tests.helpers.pretoken_counts import counts_table
+from tests.helpers.web import warc_record
 
 TEXT = "Once upon <|endoftext|>a timé \n"
 
@@ -149,6 +151,28 @@ def sources(choices: Choices, folder: Path) -> None:
         separator_in_document=choices.pick(["error", "remove"]),
     )
     for piece in stream_documents(str(path), config, TextStatistics()):
+        piece.encode()
+
+
+@cache
+def _page_reader() -> PageReader:
+    return PageReader()
+
+
+def web(choices: Choices, folder: Path) -> None:
+    """HTML pages and WARC files, plain and compressed."""
+    page = f"<html lang=de><head><meta name=date content=2024><title>a</title></head><p>{TEXT}<b>é</b></p>".encode()
+    pages = [mutate_bytes(page, choices) if choices.below(2) else page for _ in range(1 + choices.below(3))]
+    kind = choices.pick([".warc", ".warc", ".html", ".wet"])
+    compress = _COMPRESS[compression := choices.pick(["", ".gz", ".gz", ".zst"])]
+    record_type = "conversion" if kind == ".wet" else "response"
+    parts = [page if kind == ".html" else warc_record(page, record_type=record_type) for page in pages]
+    parts = [mutate_bytes(part, choices) if choices.below(3) == 2 else part for part in parts]
+    data = b"".join(map(compress, parts)) if choices.below(2) else compress(b"".join(parts))
+    path = folder / f"web{kind}{compression}"
+    path.write_bytes(mutate_bytes(data, choices) if choices.below(3) == 2 else data)
+    config = DataConfig([str(path)], separator_in_document="remove")
+    for piece in stream_documents(str(path), config, TextStatistics(), pages=WebPages(reader=_page_reader())):
         piece.encode()
 
 

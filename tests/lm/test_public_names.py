@@ -29,7 +29,7 @@ STABLE = {
         *("aggregate_loss_across_microbatch", "grpo_train_step"),
     ],
     "lm.eval": ["parse_mmlu_response", "parse_gsm8k_response"],
-    "lm.curate": ["deduplicate_documents", "deduplicate_lines"],
+    "lm.curate": ["TextClassifier", "deduplicate_documents", "deduplicate_lines", "extract_text"],
 }
 
 
