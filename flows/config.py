@@ -12,7 +12,7 @@ import yaml
 
 from lm.common.config import PYDANTIC_CONFIG
 from lm.common.errors import UserError, did_you_mean
-from lm.curate.config import DeduplicateConfig, FilterConfig
+from lm.curate.config import DecontaminateConfig, DeduplicateConfig, FilterConfig
 from lm.experiments.config import parse_budget
 from lm.inference.config import SampleConfig
 from lm.model.config import ModelConfig
@@ -21,7 +21,19 @@ from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig, fitting_warmup
 from tasks.runtime.execution import Execution
 
-StageName = Literal["ingest", "filter", "deduplicate", "budget", "chunk", "count", "merge", "encode", "train", "sample"]
+StageName = Literal[
+    "ingest",
+    "filter",
+    "deduplicate",
+    "decontaminate",
+    "budget",
+    "chunk",
+    "count",
+    "merge",
+    "encode",
+    "train",
+    "sample",
+]
 
 
 class FlowConfig:
@@ -134,6 +146,8 @@ class PipelineConfig(FlowConfig):
     """Rules that remove documents. Off by default."""
     deduplicate: DeduplicateConfig = field(default_factory=DeduplicateConfig)
     """Removal of copies of documents. Off by default."""
+    decontaminate: DecontaminateConfig = field(default_factory=DecontaminateConfig)
+    """Removal of training text that is in the validation text or in files. Off by default."""
     chunk: ChunkConfig = field(default_factory=ChunkConfig)
     """Size of the chunks that are processed in parallel."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -220,13 +234,19 @@ class TextConfig(Protocol):
     def deduplicate(self) -> DeduplicateConfig:
         """Removal of copies of documents."""
 
+    @property
+    def decontaminate(self) -> DecontaminateConfig:
+        """Removal of training text that is in the validation text or in files."""
+
 
 def why_not_curated(config: TextConfig, stage: str) -> str:
-    """Return why a run has no stage ``filter`` or ``deduplicate``; empty for one that it has, and for others."""
+    """Return why a run lacks a stage that removes text; empty for one that it has, and for other stages."""
     if stage == "filter" and not config.filter.is_on:
         return "There is no stage filter: nothing is filtered. Turn rules on, such as with --filter.rules '{}'."
     if stage == "deduplicate" and not config.deduplicate.is_on:
         return "There is no stage deduplicate: copies stay. Turn it on, such as with --deduplicate.equal true."
+    if stage == "decontaminate" and not config.decontaminate.is_on:
+        return "There is no stage decontaminate: nothing is protected. Turn on --decontaminate.validation true."
     return ""
 
 

@@ -7,14 +7,15 @@ from typing import Annotated, Any, Literal, get_args
 from flows.config import FlowConfig, PipelineConfig, complete, why_not_curated
 from flows.pipeline import PipelineInputs, read_text
 from flows.plan import Executor
-from lm.curate.config import DeduplicateConfig, FilterConfig, TextFormat
+from lm.curate.config import DecontaminateConfig, DeduplicateConfig, FilterConfig, TextFormat
 from lm.text.config import DataConfig
 from tasks.export_text import export, export_group
 from tasks.ingest import find_named_sources, find_sources
 from tasks.runtime.execution import Execution
+from tasks.runtime.source_records import describe_sources
 from tasks.runtime.store import Store
 
-CurateStage = Literal["ingest", "filter", "deduplicate", "export"]
+CurateStage = Literal["ingest", "filter", "deduplicate", "decontaminate", "export"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class CurateConfig(FlowConfig):
     """Rules that remove documents. Off by default."""
     deduplicate: DeduplicateConfig = field(default_factory=DeduplicateConfig)
     """Removal of copies of documents. Off by default."""
+    decontaminate: DecontaminateConfig = field(default_factory=DecontaminateConfig)
+    """Removal of training text that is in the validation text or in files. Off by default."""
     format: TextFormat = "jsonl.zst"
     """Format of the files: jsonl.zst or parquet. Each row has a document in the field text."""
     execution: Execution = field(default_factory=Execution)
@@ -54,7 +57,8 @@ def curate_stages(config: CurateConfig, executor: Executor) -> None:
 
 def _find_inputs(config: CurateConfig, store: Store) -> PipelineInputs:
     """Find the sources of the text. Raises UserError if one is missing."""
-    return PipelineInputs(*find_sources(config.data, store), None, find_named_sources(config.data, store))
+    named, protected = find_named_sources(config.data, store), describe_sources(config.decontaminate.files, store)
+    return PipelineInputs(*find_sources(config.data, store), None, named, protected)
 
 
 curate: Any  # the flow, see __getattr__

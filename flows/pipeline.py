@@ -23,6 +23,7 @@ from lm.train.config import TrainConfig
 from tasks.budget import budget, machine_kind, read_choice
 from tasks.chunk import chunk, chunk_group
 from tasks.count import count, count_group, count_sum
+from tasks.decontaminate import decontaminate, decontaminate_group
 from tasks.deduplicate import deduplicate, keep_group, read_texts_with_copies, sign_group
 from tasks.encode import encode, encode_group
 from tasks.filter import filter_documents, filter_group
@@ -40,6 +41,7 @@ from tasks.runs.models import RunModel, resolve_model
 from tasks.runtime.inputs import ChunkGroup, TextGroup, read_groups, read_rewritten_groups, read_text_groups
 from tasks.runtime.output import Ref
 from tasks.runtime.run_context import RunContext
+from tasks.runtime.source_records import describe_sources
 from tasks.runtime.store import Store
 from tasks.sample import sample
 from tasks.start_model import read_start
@@ -60,6 +62,8 @@ class PipelineInputs(NamedTuple):
     """The model of ``train.init_from``."""
     mix: dict[str, list[Source]] = {}  # noqa: RUF012 # of an immutable tuple
     """Those of ``train`` by the name of their source in ``data.mix``."""
+    protected: list[Source] = []  # noqa: RUF012
+    """Those of ``decontaminate.files``."""
 
 
 class IngestedText(NamedTuple):
@@ -138,7 +142,12 @@ def find_inputs(config: PipelineConfig, store: Store) -> PipelineInputs:
                 "Leave it out."
             )
         start = find_start(config.train.init_from, store)
-    return PipelineInputs(*find_sources(config.data, store), start, find_named_sources(config.data, store))
+    return PipelineInputs(
+        *find_sources(config.data, store),
+        start,
+        find_named_sources(config.data, store),
+        describe_sources(config.decontaminate.files, store),
+    )
 
 
 def find_start(name: str, store: Store) -> StartModel:
@@ -227,6 +236,14 @@ def read_text(
         valid = executor.read(read_rewritten_groups, valid, dict(enumerate(valid_outputs)))
     if config.deduplicate.is_on:
         texts, train = remove_copies(config, texts, train, executor)
+    if config.decontaminate.is_on:
+        from lm.curate.normalized_words import words_identity  # slow to import
+
+        protected = valid if config.decontaminate.validation else []
+        protect_as = protected, inputs.protected, config.data, config.decontaminate, words_identity()
+        outputs = executor.map(decontaminate_group, "decontaminate", train, *protect_as)
+        texts = executor.finish(executor.call(decontaminate, texts, outputs))
+        train = executor.read(read_rewritten_groups, train, dict(enumerate(outputs)))
     return texts, train, valid
 
 

@@ -32,6 +32,7 @@ SweepStage = Literal[
     "ingest",
     "filter",
     "deduplicate",
+    "decontaminate",
     "chunk",
     "count",
     "merge",
@@ -181,7 +182,7 @@ class SweepConfig(FlowConfig):
         for name, part in {"scaling_law": "law", "mixture_law": "mixture"}.items():
             if stage == name and not getattr(self, part):
                 return f"There is no stage {stage}: the sweep {self.name} has no {part}."
-        return self.base.why_missing(stage) if stage in ("filter", "deduplicate") else ""
+        return self.base.why_missing(stage) if stage in ("filter", "deduplicate", "decontaminate") else ""
 
     def stage_names(self) -> list[str]:
         """Return the names of the stages of a run in their order, trial once for each point. Trials train models."""

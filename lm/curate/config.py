@@ -98,31 +98,6 @@ class RulesConfig(Config, section="filter.rules"):
 
 
 @dataclass(frozen=True)
-class ClassifierConfig(Config, section="classifier"):
-    """How a :class:`TextClassifier` reads text and is trained."""
-
-    table_bits: int = bounded_field(18, ge=8, le=26)
-    """The table of weights has 2^table_bits rows. N-grams with the same hash share a row."""
-    word_ngrams: int = bounded_field(2, ge=0, le=2)
-    """0: no words. 1: words. 2: also pairs of words."""
-    char_ngrams: int = bounded_field(4, ge=0, le=7)
-    """Characters of an n-gram, across words; 0 turns them off."""
-    epochs: int = bounded_field(5, ge=1)
-    """Passes over the documents, in an order that the seed decides."""
-    learning_rate: float = bounded_field(0.5, gt=0, le=2)
-    """Part of a document's error that its update removes. Falls linearly to 0 over the training."""
-    balance: bool = True
-    """Whether each label counts the same in all, however many documents it has."""
-    seed: int = bounded_field(0, ge=0)
-    """Of the order of the documents."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.word_ngrams and not self.char_ngrams:
-            raise UserError("classifier.word_ngrams and classifier.char_ngrams are 0; set one of them.")
-
-
-@dataclass(frozen=True)
 class FilterConfig(Config, section="filter"):
     """Which documents the stage ``filter`` keeps. By default it is off."""
 
@@ -186,3 +161,50 @@ class DeduplicateConfig(Config, section="deduplicate"):
     def is_on(self) -> bool:
         """Whether any copies are removed."""
         return self.equal or self.jaccard_threshold is not None
+
+
+@dataclass(frozen=True)
+class DecontaminateConfig(Config, section="decontaminate"):
+    """What the stage ``decontaminate`` removes: training text that a model is tested on. By default it is off.
+
+    Brown et al. 2020 (GPT-3), appendix C.
+    """
+
+    validation: bool = False
+    """Whether the validation text is protected."""
+    files: list[str] = field(default_factory=list)
+    """Other protected text, such as the questions of a test: paths, globs or URLs in any form of data.train."""
+    ngrams: int = bounded_field(13, ge=2, le=64)
+    """Words of a run that counts as shared. Words are normalized: no case, accents or punctuation."""
+    action: Literal["drop", "cut"] = "drop"
+    """drop: remove documents that share a run. cut: remove the shared words only."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is protected."""
+        return self.validation or bool(self.files)
+
+
+@dataclass(frozen=True)
+class ClassifierConfig(Config, section="classifier"):
+    """How a :class:`TextClassifier` reads text and is trained."""
+
+    table_bits: int = bounded_field(18, ge=8, le=26)
+    """The table of weights has 2^table_bits rows. N-grams with the same hash share a row."""
+    word_ngrams: int = bounded_field(2, ge=0, le=2)
+    """0: no words. 1: words. 2: also pairs of words."""
+    char_ngrams: int = bounded_field(4, ge=0, le=7)
+    """Characters of an n-gram, across words; 0 turns them off."""
+    epochs: int = bounded_field(5, ge=1)
+    """Passes over the documents, in an order that the seed decides."""
+    learning_rate: float = bounded_field(0.5, gt=0, le=2)
+    """Part of a document's error that its update removes. Falls linearly to 0 over the training."""
+    balance: bool = True
+    """Whether each label counts the same in all, however many documents it has."""
+    seed: int = bounded_field(0, ge=0)
+    """Of the order of the documents."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.word_ngrams and not self.char_ngrams:
+            raise UserError("classifier.word_ngrams and classifier.char_ngrams are 0; set one of them.")

@@ -122,8 +122,8 @@ class DataConfig(Config, section="data"):
         """Fields that enter the cache key. Sources enter it by their content, the fraction and special tokens by their
         effect, and the text of pages only if there are pages."""
         others = (
-            *("train", "mix", "valid", "valid_fraction", "valid_max_bytes", "special_tokens_in_document"),
-            "page_text",
+            *("train", "mix", "valid", "valid_fraction", "valid_max_bytes"),
+            *("special_tokens_in_document", "page_text"),
         )
         return {name: value for name, value in asdict(self).items() if name not in others}
 
