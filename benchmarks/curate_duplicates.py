@@ -6,7 +6,7 @@ of CPU time. rensa gets shingles of lower-case words from Python, datatrove (a h
 is left out if it or spaCy is missing. ASCII is children's stories; mixed is Chinese, Japanese, Korean, and stories with
 emoji, in Cyrillic letters, and with accents.
 
-Then texts of ``gigabytes`` are made, a fifth of whose documents are copies with changed words, and a twentieth exact
+Then texts of ``gigabytes`` are made, a fifth of whose documents are copies with changed lines, and a twentieth exact
 copies, and deduplicated by one process each: equal documents, near-duplicates, repeated lines. A process that takes
 more than ``limit`` gigabytes is killed. The last line is JSON.
 """
@@ -124,26 +124,36 @@ def compare_signatures(rounds: int, num_bytes: int) -> dict[str, dict[str, float
 
 
 def write_corpus(folder: Path, num_bytes: int) -> None:
-    """Write documents of random words of the stories, and copies, in files of 100 MB."""
+    """Write documents of random words of the stories, and copies, in files of 100 MB. New lines have a number."""
     rng = np.random.default_rng(0)
-    words = stories().split()
+    words = stories().replace(END, b"").split()
+    phrases = [b" ".join(words[i] for i in row) for row in rng.integers(0, len(words), (200_000, 7)).tolist()]
     recent: list[list[bytes]] = []
+    count = 0
+
+    def new_lines(number: int) -> list[bytes]:
+        nonlocal count
+        count += number
+        pairs = enumerate(rng.integers(0, len(phrases), (number, 2)).tolist(), start=count)
+        return [b"%b w%x %b" % (phrases[first], line, phrases[second]) for line, (first, second) in pairs]
+
     for number in range(-(-num_bytes // _FILE_BYTES)):
         with (folder / f"{number:03}.txt").open("wb") as file:
             while file.tell() < min(_FILE_BYTES, num_bytes - number * _FILE_BYTES):
                 kind = rng.random()
                 if recent and kind < 0.25:
                     document = list(recent[rng.integers(len(recent))])
-                    for _ in range(0 if kind < 0.05 else 1 + rng.integers(1 + len(document) // 50)):
-                        document[rng.integers(len(document))] = words[rng.integers(len(words))]
+                    if kind >= 0.05:
+                        changed = rng.integers(0, len(document), 1 + len(document) // 30).tolist()
+                        for place, line in zip(changed, new_lines(len(changed)), strict=True):
+                            document[place] = line
                 else:
-                    document = [words[i] for i in rng.integers(0, len(words), 20 + rng.integers(1000)).tolist()]
+                    document = new_lines(int(rng.integers(2, 70)))
                     if len(recent) < _RECENT:
                         recent.append(document)
                     else:
                         recent[rng.integers(_RECENT)] = document
-                lines = [b" ".join(document[i : i + 15]) for i in range(0, len(document), 15)]
-                file.write(b"\n".join(lines) + b"\n" + END)
+                file.write(b"\n".join(document) + b"\n" + END)
 
 
 def read_batches(path: Path) -> Iterator[DocumentBatch]:

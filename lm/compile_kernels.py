@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import torch
 
@@ -21,9 +22,11 @@ from lm.curate.decontaminate import ProtectedTexts
 from lm.curate.document_batch import pack_documents
 from lm.curate.duplicate_documents import deduplicate_documents, digest_documents_to_runs
 from lm.curate.duplicate_lines import deduplicate_lines
+from lm.curate.language import identify_language
 from lm.curate.masks import mask_emails
 from lm.curate.rules import gopher_quality_filter
 from lm.inference.runners.runner import compile_kernels
+from lm.kernels.curation.language_features import walk_features
 from lm.kernels.disk_cache import CACHE_DIR, IS_CACHE_WRITABLE, pipeline_marker
 from lm.kernels.jit import KERNELS
 from lm.text.patterns import PATTERNS
@@ -72,6 +75,8 @@ def run_groups(pattern: str = "gpt2", id_bits: int | None = None) -> Iterator[st
         gopher_quality_filter("")
         mask_emails("")
         _deduplicate()
+        identify_language("")
+        walk_features(np.frombuffer(bytes(1), np.uint8), *(np.zeros(256, np.int32) for _ in range(5)))
         yield "curation"
         compile_kernels(torch.bfloat16)
         yield "decode step, bfloat16"

@@ -21,7 +21,9 @@ from .duplicate_lines import drop_repeated_lines as drop_repeated_lines
 from .duplicate_lines import find_repeated_lines as find_repeated_lines
 from .extract import extract_text as extract_text
 from .filtered_text import filter_texts as filter_texts
+from .language import identify_batch as identify_batch
 from .language import identify_language as identify_language
+from .masks import mask_batch as mask_batch
 from .masks import mask_emails as mask_emails
 from .masks import mask_ips as mask_ips
 from .masks import mask_phone_numbers as mask_phone_numbers
@@ -35,5 +37,6 @@ from .near_duplicates import sign_documents_to_runs as sign_documents_to_runs
 from .normalized_words import normalize_words as normalize_words
 from .rules import RULES as RULES
 from .rules import compute_figures as compute_figures
+from .rules import figure_of as figure_of
 from .rules import first_failed_rule as first_failed_rule
 from .rules import gopher_quality_filter as gopher_quality_filter

@@ -11,7 +11,7 @@ from lm.curate.document_batch import pack_utf8
 from lm.curate.document_reader import MAX_DOCUMENT_BYTES, Document
 from lm.curate.language import identify_batch
 from lm.curate.masks import mask_batch
-from lm.curate.rules import RULES, Figures, compute_figures, figure_name, first_failed_rule
+from lm.curate.rules import RULES, Figures, compute_figures, figure_of, first_failed_rule
 from lm.kernels.jit import Int64s
 
 TOO_LONG, LANGUAGES, LANGUAGE_SCORE = "max_document_bytes", "languages", "min_language_score"
@@ -69,7 +69,7 @@ class DocumentFilter:
             for place in np.unique(failed[failed >= 0]):
                 is_failed = failed == place
                 reasons[is_failed] = self.reasons.index(RULES[place])
-                values[is_failed] = figures[figure_name(RULES[place])][is_failed]
+                values[is_failed] = figures[figure_of(RULES[place])][is_failed]
         for number, document in enumerate(documents):
             if not document.is_whole:
                 reasons[number], values[number] = 0, document.size
@@ -111,7 +111,7 @@ class DocumentFilter:
         figures = compute_figures(batch, self.config.rules) if self.config.rules else {}
         for rule in RULES:
             if rule in self.limits:
-                value, limit = float(figures[figure_name(rule)][0]), float(self.limits[rule])
+                value, limit = float(figures[figure_of(rule)][0]), float(self.limits[rule])
                 verdicts.append(Verdict(rule, value, limit, not (value < limit if "min_" in rule else value > limit)))
         if self.config.languages:
             [code], [score] = identify_batch(batch)

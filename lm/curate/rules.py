@@ -1,6 +1,5 @@
 """Rules of quality and repetition for documents: Gopher's, C4's and FineWeb's, from one pass over the text."""
 
-import re
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -52,12 +51,12 @@ _FIGURES = {
 }
 
 
-def figure_name(rule: str) -> str:
-    """Return the name of the figure that a rule compares with its limit: the rule's without ``min_`` or ``max_``."""
-    return re.sub("min_|max_", "", rule, count=1)
+def figure_of(rule: str) -> str:
+    """Return the name of the figure that a rule limits: the rule's without ``min_`` or ``max_``."""
+    return rule.replace("min_", "", 1).replace("max_", "", 1)
 
 
-RULES = tuple(name for name in RulesConfig.__dataclass_fields__ if figure_name(name) in _FIGURES)
+RULES = tuple(name for name in RulesConfig.__dataclass_fields__ if figure_of(name) in _FIGURES)
 """The names of the rules in their order: fields of :class:`RulesConfig`."""
 
 _COURSE_RULES = (
@@ -72,7 +71,7 @@ def compute_figures(batch: DocumentBatch, config: RulesConfig) -> Figures:
     """Return what the rules compare with their limits: for each figure float64 (D,), for D documents.
 
     A ratio whose denominator is 0 is 0. Repeated lines, paragraphs and n-grams are looked for among the first 2¹⁸ of a
-    document. Names: see :func:`figure_name`.
+    document. :func:`figure_of` has the name of the figure of a rule.
     """
     limits = LineLimits(
         config.fineweb_short_line_characters,
@@ -98,8 +97,8 @@ def first_failed_rule(figures: Figures, config: RulesConfig) -> Int64s:
     for place, rule in reversed([*enumerate(RULES)]):
         if (limit := limits[rule]) is None:
             continue
-        values = figures[figure_name(rule)]
-        first[values < limit if "min_" in rule else values > limit] = place
+        figure = figures[figure_of(rule)]
+        first[figure < limit if "min_" in rule else figure > limit] = place
     return first
 
 

@@ -24,7 +24,7 @@ def filter_page(
     """Show documents and bytes by rule and by source, removed documents of each rule, and histograms."""
     from lm.curate.document_filter import DocumentFilter  # slow to import
     from lm.curate.filtered_text import Sample, choose_samples, edges_of
-    from lm.curate.rules import RULES, figure_name
+    from lm.curate.rules import RULES, figure_of
 
     outputs = [*train, *valid]
     parts = [output.manifest["figures"] for output in outputs]
@@ -69,7 +69,7 @@ def filter_page(
         yield "\n".join(f"- {plain(sample.value)}: {code(sample.text)} ({code(sample.source)})" for sample in shown)
     most = sorted((rule for rule in removed if rule in RULES), key=lambda rule: -removed[rule]["documents"])
     for rule in most[:_MAX_HISTOGRAMS]:
-        name = figure_name(rule)
+        name = figure_of(rule)
         counts = np.sum([part["histograms"][name] for part in parts if name in part["histograms"]], axis=0)
         label = f"{name.replace('_', ' ')}; the line is the limit"
         yield histogram(

@@ -16,8 +16,8 @@ from unittest.mock import MagicMock, Mock, patch
 import pytest
 import torch
 
+from benchmarks import curate_duplicates, learning, orchestration, texts, tokenizer
 from benchmarks import generate as generation
-from benchmarks import learning, orchestration, texts, tokenizer
 from benchmarks import train as benchmark
 from benchmarks.scale.costs import Costs, StepCost
 from benchmarks.scale.model import Cluster, Corpus, bundle, predict, schedule
@@ -251,3 +251,16 @@ def test_tasks_are_scheduled_in_their_order() -> None:
     assert schedule([1, 1, 3], 2) == 4
     assert [len(part) for part in bundle(range(600), 64)] == [3] * 200
     assert [len(part) for part in bundle(range(600), 1)] == [38] * 15 + [30]
+
+
+def test_the_duplicates_of_a_generated_corpus_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(curate_duplicates, "stories", lambda: b" ".join(b"word%d" % i for i in range(2000)))
+    curate_duplicates.write_corpus(tmp_path, 1_000_000)
+    curate_duplicates.deduplicate(tmp_path)
+    result = json.loads(capsys.readouterr().out)
+    copies, share = result["documents"] / 20, result["near"] / result["documents"]
+    assert copies / 3 < result["equal"] < 3 * copies  # one in 20 is a copy, some of a copy that was changed
+    assert 0.1 < share < 0.25 and 0.5 < result["kept_line_share"] < 0.9
+    assert [path.name for path in tmp_path.iterdir()] == ["000.txt"]

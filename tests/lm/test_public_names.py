@@ -28,8 +28,12 @@ STABLE = {
         *("compute_rollout_rewards", "compute_group_normalized_rewards", "compute_policy_gradient_loss"),
         *("aggregate_loss_across_microbatch", "grpo_train_step"),
     ],
+    "lm.curate": [
+        *("TextClassifier", "extract_text"),
+        *("gopher_quality_filter", "identify_language", "mask_emails", "mask_ips", "mask_phone_numbers"),
+        *("deduplicate_documents", "deduplicate_lines"),
+    ],
     "lm.eval": ["parse_mmlu_response", "parse_gsm8k_response"],
-    "lm.curate": ["TextClassifier", "deduplicate_documents", "deduplicate_lines", "extract_text"],
 }
 
 

@@ -26,13 +26,19 @@ PIECES = [
 texts = st.lists(st.sampled_from(PIECES), max_size=60).map("".join)
 spaced_texts = st.lists(st.sampled_from(PIECES), max_size=60).map(" ".join)
 few_words = st.lists(st.sampled_from(["a", "b", "the", "\n", "\n\n", "…", "don't"]), max_size=80).map(" ".join)
-documents = texts | spaced_texts | few_words | st.text(max_size=80)
+word_lists = st.lists(st.sampled_from(["a", "bc", "the", "…", "don't", "\n"]), min_size=1, max_size=12)
+repeated_words = st.builds(
+    lambda block, times, rest: " ".join(block * times + rest + block), word_lists, st.integers(1, 4), word_lists
+)
+documents = texts | spaced_texts | few_words | repeated_words | st.text(max_size=80)
 limits = st.builds(LineLimits, st.integers(0, 40), st.integers(0, 5), st.integers(0, 90), st.booleans())
 C4 = LineLimits(30, 3, 1000, True)
 
 
 @given(st.lists(documents, max_size=4), limits)
 @example(["", "\n", " ", "a", "Mr. x\n\n"], C4)
+@example(["n't", "N’T 1n't an't", "a b c d e " * 4, "a b c d e f a b c d e x b c d e f a b c d e"], C4)
+@example(["a b c a b c x y x y", "x y x y a b a b a b"], C4)
 @example(["a\n\nb\n\na\n \nb", "a\n\na\n", "\n\na\n\n\na"], C4)
 def test_counts_equal_the_reference(texts: list[str], limits: LineLimits) -> None:
     texts = [text.encode("utf-8", "replace").decode() for text in texts]

@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -78,3 +80,13 @@ def test_a_band_key_depends_on_the_bands_number_and_values() -> None:
 def test_impossible_settings_are_refused(fields: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         MinHash(**fields)
+
+
+def test_threads_sign_batches_at_the_same_time() -> None:
+    minhash = MinHash()
+    batches = [
+        pack_documents(" ".join(f"w{(i * k) % 9973}" for i in range(3000)) for k in range(b, b + 20)) for b in range(8)
+    ]
+    with ThreadPoolExecutor(4) as pool:
+        for batch, signatures in zip(batches, pool.map(minhash.sign, batches), strict=True):
+            assert np.array_equal(signatures, minhash.sign(batch))

@@ -12,7 +12,7 @@ from tests.helpers.processes import PROJECT
 _TEST_FILES = [
     *["kernels/test_scanners.py", "kernels/test_encode.py", "kernels/test_adversarial.py"],
     *["tokenizer/test_bpe.py", "tokenizer/test_pretoken_counts.py", "inference/runners/test_cpu_layers.py"],
-    "inference/runners/test_cpu_runner.py",
+    *["inference/runners/test_cpu_runner.py", "curate/test_counts.py", "curate/test_masks.py"],
     *["curate/test_normalized_words.py", "curate/test_minhash.py", "curate/test_near_duplicates.py"],
     *["curate/test_duplicate_lines.py", "curate/test_duplicate_documents.py", "curate/test_decontaminate.py"],
 ]
