@@ -109,6 +109,14 @@ class MixedSchedule:
 
     def counts(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the sequences of each source in all steps before ``step``, and in ``step``. The first step is 0."""
+        state = self._find_state(step)
+        return state.totals, self._count(state)
+
+    def totals(self, steps: int) -> tuple[int, ...]:
+        """Return the sequences of each source in the first ``steps`` steps, after which none may be left."""
+        return self._find_state(steps).totals
+
+    def _find_state(self, step: int) -> _State:
         state = self._last if self._last.step <= step else self._states[0]
         state = max(state, self._states[min(step // _STEPS_PER_STATE, len(self._states) - 1)])
         while state.step < step:
@@ -116,7 +124,7 @@ class MixedSchedule:
             if state.step == len(self._states) * _STEPS_PER_STATE:
                 self._states.append(state)
         self._last = state
-        return state.totals, self._count(state)
+        return state
 
     def _left(self, totals: Sequence[int]) -> list[int]:
         """Return how many sequences each source has left, at most those of a batch."""
@@ -275,4 +283,4 @@ class MixedBatches:
 
     def sequences(self, steps: int) -> list[int]:
         """Return how many sequences of each source the first ``steps`` steps have."""
-        return list(self.schedule.counts(steps)[0])
+        return list(self.schedule.totals(steps))

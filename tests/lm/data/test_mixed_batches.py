@@ -131,6 +131,13 @@ def test_limits_of_all_sources_are_a_user_error() -> None:
         make([source("a", 100, max_epochs=1), source("b", 100, max_epochs=1)], steps=20)
 
 
+def test_a_training_may_use_up_all_limits() -> None:
+    batches = make([source("a", 101, 3, max_epochs=1), source("b", 101, 1, max_epochs=1)], "shuffled_epochs", steps=5)
+    starts = sorted(start for step in range(5) for start in batches.starts(step))
+    assert starts == [*range(0, 100, 10), *range(101, 201, 10)]
+    assert batches.sequences(5) == [10, 10]
+
+
 def source(name: str, tokens: int, weight: float | None = None, max_epochs: float | None = None) -> MixedSource:
     return MixedSource(name, weight, max_epochs, tokens, 0, 1.0)
 
