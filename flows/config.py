@@ -127,11 +127,11 @@ class PipelineConfig(FlowConfig):
     STAGES = get_args(StageName)
     PRESETS = Path(__file__).parent / "presets"
     PRESET_TEXTS = {  # noqa: RUF012 # dataclasses take an annotation for a field
-        "demo": "generated stories, two minutes on two CPU cores",
-        "stories-cpu": "22 MB of TinyStories, an hour on two CPU cores",
-        "stories-fast": "the same model with the recipe that needs the fewest tokens, half an hour",
-        "tinystories": "TinyStories with the model and token budget of CS336 assignment 1, on a GPU",
-        "owt": "the OpenWebText sample of CS336 assignment 1, on a GPU",
+        "demo": "generated stories, 2 minutes on 2 CPU cores",
+        "stories-cpu": "22 MB of TinyStories, an hour",
+        "stories-fast": "the same model by a faster recipe, half an hour",
+        "tinystories": "CS336 assignment 1, on a GPU",
+        "owt": "the same on OpenWebText",
     }
 
     name: str = "demo"

@@ -312,9 +312,10 @@ def encode_text(
     arguments = tokenizer, config.data.separator, *text.tables
     train_shards = executor.map(encode_group, "encode-train", text.train, *arguments)
     valid_shards = executor.map(encode_group, "encode-valid", text.valid, *arguments)
-    splits = {"train": text.train, "valid": text.valid}
-    sources = {split: [group.texts.source for group in groups] for split, groups in splits.items()}
-    named = [sources] if config.data.mix else []  # else no argument, and not in the key
+    named: list[Any] = []  # without a mixture no argument, and not in the key
+    if config.data.mix:
+        splits = {"train": text.train, "valid": text.valid}
+        named = [{split: [group.texts.source for group in groups] for split, groups in splits.items()}]
     index = executor.call(encode, train_shards, valid_shards, tokenizer, config.data.separator, *named)
     return executor.finish(index), train_shards, valid_shards
 

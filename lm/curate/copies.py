@@ -125,15 +125,14 @@ def find_copies(groups: Sequence[SignedGroup], config: DeduplicateConfig) -> Cop
 
 def write_without(parts: Sequence[TextPart], separator: str, removed: Int64s, out: Path) -> GroupTexts:
     """Write the documents of a group but those of the numbers ``removed`` to ``text.txt``; return the texts."""
-    with KeptText(out, separator) as kept:
+    with KeptText(out, separator, parts) as kept:
         first = 0
         for batch in read_batches(parts, separator):
-            is_kept = ~np.isin(np.arange(first, first + len(batch.documents)), removed)
+            numbers = np.arange(len(batch.documents))
+            for number in numbers[~np.isin(first + numbers, removed)].tolist():
+                if (document := batch.documents[number]).is_whole:
+                    kept.write([document.data], batch, [number])
+                else:
+                    kept.copy(batch, number)
             first += len(batch.documents)
-            chosen = zip(batch.documents, batch.places.tolist(), is_kept, strict=True)
-            for document, place, is_chosen in chosen:
-                if is_chosen and document.is_whole:
-                    kept.write([document.data], batch.is_row)
-                elif is_chosen:
-                    kept.copy(parts[batch.part].url, place, place + document.size, batch.is_row)
     return kept.texts()

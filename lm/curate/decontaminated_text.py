@@ -68,11 +68,14 @@ def decontaminate_texts(
     """
     figures = SharedFigures()
     samples: list[SharedSample] = []
-    with KeptText(out, separator) as kept, pq.ParquetWriter(out / SHARED, _SCHEMA, compression="zstd") as records:
+    with (
+        KeptText(out, separator, parts) as kept,
+        pq.ParquetWriter(out / SHARED, _SCHEMA, compression="zstd") as records,
+    ):
         for batch in read_batches(parts, separator):
             packed = pack_utf8([document.data if document.is_whole else b"" for document in batch.documents])
             found = protected.find(packed)
-            _write(kept, batch, parts[batch.part].url, found, cut_spans(packed, found) if is_cut else None)
+            _write(kept, batch, found, cut_spans(packed, found) if is_cut else None)
             names = [protected.names[source] for source in found.sources]
             if names:
                 records.write_table(_table(batch, found, names))
@@ -86,15 +89,15 @@ def decontaminate_texts(
     return DecontaminatedText(kept.texts(), figures, samples)
 
 
-def _write(kept: KeptText, batch: Batch, url: str, found: Contamination, cut: DocumentBatch | None) -> None:
+def _write(kept: KeptText, batch: Batch, found: Contamination, cut: DocumentBatch | None) -> None:
     shared = {*found.documents.tolist()}
-    for number, (document, place) in enumerate(zip(batch.documents, batch.places.tolist(), strict=True)):
+    for number, document in enumerate(batch.documents):
         if not document.is_whole:
-            kept.copy(url, place, place + document.size, batch.is_row)
+            kept.copy(batch, number)
         elif number not in shared:
-            kept.write([document.data], batch.is_row)
+            kept.write([document.data], batch, [number])
         elif cut is not None:
-            kept.write([cut.data[cut.offsets[number] : cut.offsets[number + 1]].tobytes()], batch.is_row)
+            kept.write([cut.data[cut.offsets[number] : cut.offsets[number + 1]].tobytes()], batch, [number])
 
 
 def _table(batch: Batch, found: Contamination, names: list[str]) -> pa.Table:

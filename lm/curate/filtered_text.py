@@ -1,7 +1,7 @@
 """The text that a filter keeps: documents with separators in one file, and a record of each document removed."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,13 +96,13 @@ def edges_of(figure: str) -> Any:
     return COUNT_EDGES if is_count or figure.startswith("c4_") else SHARE_EDGES
 
 
-def filter_texts(parts: Iterable[TextPart], separator: str, config: FilterConfig, out: Path) -> FilteredText:
+def filter_texts(parts: Sequence[TextPart], separator: str, config: FilterConfig, out: Path) -> FilteredText:
     """Write the documents that the filter keeps to ``text.txt`` in the directory ``out``, each with its separator, and
     a row for each other one to ``removed.parquet``. Without a document to keep there is no ``text.txt``.
 
     Holds some documents at a time. Raises OSError if a file cannot be written.
     """
-    with _Writer(separator, config, out) as writer:
+    with _Writer(separator, config, parts, out) as writer:
         for batch in read_batches(parts, separator):
             writer.write(batch)
     return writer.result()
@@ -111,12 +111,12 @@ def filter_texts(parts: Iterable[TextPart], separator: str, config: FilterConfig
 class _Writer:
     """Filters batches of documents, and writes the files. A context manager."""
 
-    def __init__(self, separator: str, config: FilterConfig, out: Path) -> None:
+    def __init__(self, separator: str, config: FilterConfig, parts: Sequence[TextPart], out: Path) -> None:
         self.filter = DocumentFilter(config)
         self.config, self.out = config, out
         self.figures = FilterFigures()
         self.samples: dict[str, list[Sample]] = {}
-        self._kept = KeptText(out, separator)
+        self._kept = KeptText(out, separator, parts)
         self._files = ExitStack()
 
     def __enter__(self) -> "_Writer":
@@ -134,13 +134,11 @@ class _Writer:
     def write(self, batch: Batch) -> None:
         """Filter consecutive documents of a text."""
         decisions = self.filter.decide(batch.documents)
-        kept = [
-            document.data for document, reason in zip(batch.documents, decisions.reasons, strict=True) if reason < 0
-        ]
-        texts, masked = self.filter.mask(kept)
+        numbers: list[int] = np.flatnonzero(decisions.reasons < 0).tolist()
+        texts, masked = self.filter.mask([batch.documents[number].data for number in numbers])
         for kind, count in masked.items():
             self.figures.masked[kind] = self.figures.masked.get(kind, 0) + count
-        self._kept.write(texts, batch.is_row)
+        self._kept.write(texts, batch, numbers)
         self._count(batch.documents, decisions, batch.source)
         self._write_removed(batch, decisions)
 

@@ -32,9 +32,9 @@ class DataConfig(Config, section="data"):
     """Location and format of the text."""
 
     train: list[str] = field(default_factory=lambda: [*_DEFAULT_TRAIN])
-    """Training text: a list of paths, globs or URLs (file, https, s3, memory), plain or compressed (.gz .bz2 .xz .zst).
-    .jsonl, .json and .parquet hold one document per row. .html is a page, and .warc and .wet hold pages of a crawl. In
-    any other file, the separator ends each document. demo:N generates N short stories. Empty with mix."""
+    """Training text: paths, globs or URLs (file, https, s3, memory), plain or compressed (.gz .bz2 .xz .zst).
+    .jsonl, .json and .parquet have a document per row, .html one page, .warc and .wet the pages of a crawl. In other
+    files the separator ends a document. demo:N generates N short stories. Empty with mix."""
     mix: dict[str, MixSource] = field(default_factory=dict)
     """Training text of several sources by name, in place of train: {stories: {paths: [a.txt], weight: 3}, …}. Batches
     follow the weights, and each source has a validation loss. See docs/mixtures.md."""

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from lm.text.document_metadata import METADATA, read_metadata
 from tasks.runtime.inputs import OpenTextGroup
 
 if TYPE_CHECKING:
@@ -12,10 +13,14 @@ def text_parts(group: OpenTextGroup) -> "list[TextPart]":
     """Return the texts of a group with their names."""
     from lm.curate.text_parts import TextPart  # slow to import
 
-    return [
-        TextPart(url, ranges, text.rows, name)
-        for url, name, (text, ranges) in zip(group.urls, _name_texts(group), group.texts, strict=True)
-    ]
+    has_metadata = any(file["path"] == METADATA for file in group.output.manifest["files"])
+    parts = []
+    for url, name, (text, ranges) in zip(group.urls, _name_texts(group), group.texts, strict=True):
+        table = None
+        if has_metadata and text.file is not None:
+            table = read_metadata(group.output.path(METADATA), text.file, ranges)
+        parts.append(TextPart(url, ranges, text.rows, name, table))
+    return parts
 
 
 def _name_texts(group: OpenTextGroup) -> list[str]:

@@ -14,9 +14,11 @@ from flows.pipeline import pipeline_stages
 from flows.plan import plan
 from lm.common.errors import UserError
 from lm.curate import DeduplicateConfig, FilterConfig, RulesConfig
+from lm.curate.config import DecontaminateConfig
 from lm.text.config import DataConfig
-from tests.helpers.corpora import EOT, write_text
+from tests.helpers.corpora import EOT, write_jsonl, write_text
 from tests.helpers.local_executor import LocalExecutor, run_locally
+from tests.helpers.web import warc_record, write_warc
 from tests.lm.curate.test_rules import GOOD
 from textmill.cli.main import main
 
@@ -82,3 +84,25 @@ def test_the_command_plans_the_preset(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["curate", "--plan", "--root", str(tmp_path / "root"), "--data.train", str(source)]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert names == ["ingest-train", "ingest", "filter", "deduplicate", "export"]
+
+
+def test_metadata_stay_with_their_documents_through_all_stages(tmp_path: Path) -> None:
+    pytest.importorskip("resiliparse", reason="resiliparse is not installed")
+    pytest.importorskip("fastwarc", reason="fastwarc is not installed")
+    texts = [GOOD, "short", *TEXTS[1:4], TEXTS[2], f"{TEXTS[5]} Write to a@example.com.", *TEXTS[6:9]]
+    pages = [warc_record(f"<p>{text}".encode(), url=f"http://a/{number}") for number, text in enumerate(texts)]
+    crawl = write_warc(tmp_path / "b.warc.gz", pages)
+    rows = write_jsonl(tmp_path / "c.jsonl", json.dumps({"text": TEXTS[10]}))
+    protected = write_text(tmp_path / "test.txt", "number 7 ü " + GOOD.replace("\n", " ") + EOT)
+    config = CurateConfig(
+        data=DataConfig(train=[crawl, str(rows)], valid_fraction=0),
+        filter=FilterConfig(RulesConfig(fineweb_max_duplicate_line_characters=None), masks=["email"]),
+        deduplicate=DeduplicateConfig(equal=True),
+        decontaminate=DecontaminateConfig(files=[str(protected)], ngrams=60, action="cut"),
+    )
+    executor = run_locally(curate_stages, config, tmp_path / "root")
+    urls = [row["url"] for row in read_lines(executor)]
+    assert urls == [f"http://a/{number}" for number in range(len(texts)) if number not in (1, 5)] + [None]
+    assert all(set(row) == {"text", "url", "date", "language", "licence"} for row in read_lines(executor))
+    [masked] = [row for row in read_lines(executor) if row["url"] == "http://a/6"]
+    assert masked["text"].endswith("Write to |||EMAIL_ADDRESS|||.")

@@ -29,6 +29,7 @@ STABLE = {
         *("aggregate_loss_across_microbatch", "grpo_train_step"),
     ],
     "lm.curate": [
+        *("TextClassifier", "extract_text"),
         *("gopher_quality_filter", "identify_language", "mask_emails", "mask_ips", "mask_phone_numbers"),
         *("TextClassifier", "deduplicate_documents", "deduplicate_lines", "extract_text"),
     ],
