@@ -217,7 +217,7 @@ def test_unsupported_models_are_refused(
         (Tokenizer(TOKENIZER.vocab, TOKENIZER.merges, [END_OF_TEXT], ignore_merges=True), "ignore_merges cannot be"),
         (Tokenizer(TOKENIZER.vocab, TOKENIZER.merges, [END_OF_TEXT], normalizer="NFC"), "normalizer cannot be"),
         (with_added_token(AddedToken("<|a b|>", lstrip=True)), "added_tokens cannot be"),
-        (make_tokenizer(special_tokens=[], merges=9), "no special token"),
+        (make_tokenizer(special_tokens=[], merges=9), "requires a special token that ends a text"),
         (bytes_tokenizer([END_OF_TEXT]), "no merges"),
     ],
 )

@@ -25,6 +25,14 @@ SCHEMA = TypeAdapter(PipelineConfig).json_schema()
 # Listed explicitly, so that the loss of a bound fails a test. "(0" means above 0, "[0" at least 0.
 EXPECTED = {
     "data": {"valid_fraction": "[0, 1)", "valid_max_bytes": "[0"},
+    "filter": {"min_language_score": "[0, 1]"},
+    "deduplicate": {
+        "jaccard_threshold": "(0, 1]",
+        "num_hashes": f"[1, {1 << 16}]",
+        "num_bands": "[1",
+        "ngrams": "[1",
+    },
+    "decontaminate": {"ngrams": "[2, 64]"},
     "chunk": {"target_bytes": "[1"},
     "tokenizer": {"vocab_size": "[256", "min_frequency": "[1", "min_count": "[1"},
     "model": {
@@ -88,6 +96,7 @@ EXPECTED = {
 }
 # Other fields of the section that must change for a value at the bound to be valid.
 COMPANIONS: dict[str, dict[str, Any]] = {
+    "deduplicate.num_hashes": {"num_bands": 1},
     "tokenizer.vocab_size": {"special_tokens": []},
     "model.d_model": {"num_heads": 1},
     "train.max_lr": {"min_lr": 0},
