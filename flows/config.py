@@ -147,7 +147,7 @@ class PipelineConfig(FlowConfig):
     deduplicate: DeduplicateConfig = field(default_factory=DeduplicateConfig)
     """Removal of copies of documents. Off by default."""
     decontaminate: DecontaminateConfig = field(default_factory=DecontaminateConfig)
-    """Removal of training text shared with the validation text or files. Default: off."""
+    """Removal of training text that a model is tested on. Off by default."""
     chunk: ChunkConfig = field(default_factory=ChunkConfig)
     """Size of the chunks that are processed in parallel."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)

@@ -34,7 +34,7 @@ class CurateConfig(FlowConfig):
     deduplicate: DeduplicateConfig = field(default_factory=DeduplicateConfig)
     """Removal of copies of documents. Off by default."""
     decontaminate: DecontaminateConfig = field(default_factory=DecontaminateConfig)
-    """Removal of training text shared with the validation text or files. Default: off."""
+    """Removal of training text that a model is tested on. Off by default."""
     format: TextFormat = "jsonl.zst"
     """Format of the files: jsonl.zst or parquet. Each row has a document in the field text."""
     execution: Execution = field(default_factory=Execution)

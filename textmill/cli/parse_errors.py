@@ -64,6 +64,8 @@ def _explain_value(key: str, message: str, actions: list[Action], help_hint: str
         return f"--{key} has a field that does not exist: {unknown[1]}. See {help_hint}={key.partition('.')[0]}."
     value, expected = found[1].partition("\n  Subclass types")[0].strip() if found else "", describe_type(action)
     if nested := _NESTED_VALUE.search(value):
+        if unknown := re.search(r"There is no option [\w.-]+(.*?)\. See ", message):
+            return f"There is no option --{key}.{nested[1]}{unknown[1]}. See {help_hint}={key.partition('.')[0]}."
         key, value = f"{key}.{nested[1]}", nested[2].strip("'")
         explained = re.search(r"it must be (.*?)\. See ", message)  # by the parser of the section
         expected = explained[1] if explained else "of another type"

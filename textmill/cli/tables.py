@@ -99,12 +99,13 @@ def format_summary(record: dict[str, Any]) -> str:
 
 
 def _format_stages(record: dict[str, Any], outputs: dict[str, Output]) -> list[str]:
-    lines = ["", f"{'stage':<10} {'state':<7} {'seconds':>8}  figures"]
+    width = max(10, *map(len, outputs)) if outputs else 10
+    lines = ["", f"{'stage':<{width}} {'state':<7} {'seconds':>8}  figures"]
     for name, output in outputs.items():
         figures = [figure.replace("`", "") for figure in format_figures(output.manifest["figures"])]
         shown = [figure for figure in figures if figure.startswith(_SUMMARY_FIGURES.get(name, ""))]
         stage = record["stages"][name]
-        start = f"{name:<10} {stage['state']:<7} {stage['seconds']:>8.1f}  "
+        start = f"{name:<{width}} {stage['state']:<7} {stage['seconds']:>8.1f}  "
         lines += textwrap.wrap(
             ", ".join(shown) or "–", _COLUMNS, initial_indent=start, subsequent_indent=" " * len(start)
         )

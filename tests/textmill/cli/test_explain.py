@@ -43,6 +43,10 @@ def test_a_document_of_a_file_is_explained_by_the_rules_of_the_options(
         (["missing.txt"], "There is no file missing.txt. A text must have a space"),
         (["a.txt", "--document", "3"], "a.txt has 2 documents; --document 3 is not among them."),
         (
+            ["a b", "--filter.rules.gopher_min_wrds", "4"],
+            "There is no option --filter.rules.gopher_min_wrds (did you mean 'gopher_min_words'?)",
+        ),
+        (
             ["a b", "--filter.rules.gopher_min_words", "-4"],
             "filter.rules.gopher_min_words is -4; it must be at least 0",
         ),
