@@ -238,7 +238,7 @@ def test_a_failure_of_the_server_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.usefixtures("prefect_server")
 def test_a_missing_deployment_is_named_before_the_first_stage(tmp_path: Path) -> None:
     config: Any = TINY | {"execution": {"train_deployment": "pipeline/none"}}  # Prefect makes a PipelineConfig of it
-    with pytest.raises(UserError, match=r"no deployment pipeline/none, which execution\.train_deployment names"):
+    with pytest.raises(UserError, match=r"train_deployment names pipeline/none, but there is no such deployment"):
         pipeline(config, str(tmp_path))
     assert not list(tmp_path.glob("*/*/manifest.json"))
 

@@ -128,6 +128,7 @@ MAILS = f"{GOOD}\nWrite to anna@example.com or call 212-555-0123."
 
 
 def test_documents_of_other_languages_are_removed_after_the_rules(tmp_path: Path) -> None:
+    pytest.importorskip("py3langid", reason="py3langid is not installed")
     config = FilterConfig(RulesConfig(**OFF_BUT_LENGTH), ["en", "ko"])
     korean = "고양이가 방석 위에 앉아 창밖을 바라보고 있었다. " * 3
     text, rows, result = filter_documents(tmp_path, [GOOD, GERMAN, korean, "the cat"], config)
