@@ -16,6 +16,7 @@ from uuid import UUID
 from prefect import Task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, StateDetails, TaskRun
+from prefect.context import TagsContext
 from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run
 from prefect.settings import get_current_settings
@@ -72,7 +73,8 @@ def run_stages(stages: Stages, config: Any, root: str, until: str | None, refres
     run = make_run(config, root, flow_run.name, refresh)
     run.store.remove_old_uploads()
     remove_old_copies(config.execution.download_cache << 30)
-    with PrefectExecutor(run, config, until, refresh) as executor, use_root(run):
+    # Without the run's tags: Prefect asks its server for a concurrency slot for each tag of each task run.
+    with TagsContext(), PrefectExecutor(run, config, until, refresh) as executor, use_root(run):
         recorder, artifacts = executor.recorder, executor.artifacts
         try:
             with suppress(UntilReached):
