@@ -215,8 +215,8 @@ def read_text(
     """Read the sources, and remove documents by the rules that are on. Return the output that has the statistics of the
     text, and the groups of the training and the validation text.
 
-    ``special_tokens``: those whose text is ordinary in documents, if there are any besides the separator. Validation
-    text that is held out is filtered like the training text; that of ``data.valid`` stays as it is.
+    The text of ``special_tokens`` is ordinary text in documents. Validation text that is held out is filtered like the
+    training text; that of ``data.valid`` stays as it is.
     """
     page_reader = page_reader_identity(config.data, [*inputs.train, *inputs.valid])
     read_as = [config.data, *([special_tokens] if special_tokens or page_reader else [])]

@@ -141,7 +141,8 @@ class DeduplicateConfig(Config, section="deduplicate"):
     equal: bool = False
     """Whether to keep only the first of equal documents, apart from white space around them."""
     jaccard_threshold: float | None = bounded_field(None, gt=0, le=1)
-    """Least Jaccard similarity of near-duplicates, of which the first stays, such as 0.8. Default: they all stay."""
+    """Documents of at least this Jaccard similarity, such as 0.8, are near-duplicates: only the first stays. Off by
+    default."""
     num_hashes: int = bounded_field(112, ge=1, le=1 << 16)
     """Values of a MinHash signature."""
     num_bands: int = bounded_field(14, ge=1)
