@@ -23,6 +23,7 @@ from tasks.runtime.execution import Execution
 
 StageName = Literal[
     "ingest",
+    "classifier",
     "filter",
     "deduplicate",
     "decontaminate",
@@ -241,6 +242,8 @@ class TextConfig(Protocol):
 
 def why_not_curated(config: TextConfig, stage: str) -> str:
     """Return why a run lacks a stage that removes text; empty for one that it has, and for other stages."""
+    if stage == "classifier" and not config.filter.score.wanted:
+        return "There is no stage classifier: nothing is scored. Give examples: --filter.score.wanted and .unwanted."
     if stage == "filter" and not config.filter.is_on:
         return "There is no stage filter: nothing is filtered. Turn rules on, such as with --filter.rules '{}'."
     if stage == "deduplicate" and not config.deduplicate.is_on:

@@ -5,17 +5,14 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args
 
 from flows.config import FlowConfig, PipelineConfig, complete, why_not_curated
-from flows.pipeline import PipelineInputs, read_text
 from flows.plan import Executor
+from flows.text import find_text, read_text
 from lm.curate.config import DecontaminateConfig, DeduplicateConfig, FilterConfig, TextFormat
 from lm.text.config import DataConfig
 from tasks.export_text import export, export_group
-from tasks.ingest import find_named_sources, find_sources
 from tasks.runtime.execution import Execution
-from tasks.runtime.source_records import describe_sources
-from tasks.runtime.store import Store
 
-CurateStage = Literal["ingest", "filter", "deduplicate", "decontaminate", "export"]
+CurateStage = Literal["ingest", "classifier", "filter", "deduplicate", "decontaminate", "export"]
 
 
 @dataclass(frozen=True)
@@ -47,18 +44,12 @@ class CurateConfig(FlowConfig):
 
 def curate_stages(config: CurateConfig, executor: Executor) -> None:
     """Run all stages. The text is the same as that of the pipeline with the same options, and shares its cache."""
-    inputs = executor.find_inputs(_find_inputs)
+    inputs = executor.find_inputs(find_text)
     _, train, valid = read_text(config, inputs, [], executor)
     write_as = config.data.separator, config.format
     train_files = executor.map(export_group, "export-train", train, *write_as)
     valid_files = executor.map(export_group, "export-valid", valid, *write_as)
     executor.finish(executor.call(export, train_files, valid_files, config.format))
-
-
-def _find_inputs(config: CurateConfig, store: Store) -> PipelineInputs:
-    """Find the sources of the text. Raises UserError if one is missing."""
-    named, protected = find_named_sources(config.data, store), describe_sources(config.decontaminate.files, store)
-    return PipelineInputs(*find_sources(config.data, store), None, named, protected)
 
 
 curate: Any  # the flow, see __getattr__

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flows.config import PipelineConfig
-from flows.pipeline import PipelineInputs, pipeline_stages
+from flows.pipeline import pipeline_stages
 from flows.plan import DryRunExecutor, dry_run
+from flows.text import TextInputs
 from lm.files.compression import detect_format
 from lm.model.config import ModelConfig
 from lm.text.sources import Source
@@ -39,7 +40,7 @@ def plan_with_forecasts(
     machine. Downloads, compilation, evaluations and other programs are not counted.
     """
     executor = dry_run(pipeline_stages, config, root, until, refresh)
-    inputs: PipelineInputs = executor.inputs
+    inputs: TextInputs = executor.inputs.text
     known = _find_training(config, executor)
     forecasts = []
     for stage in (name for name in config.STAGES if name in executor.missing):
@@ -67,9 +68,7 @@ def _find_training(config: PipelineConfig, executor: DryRunExecutor) -> tuple[Mo
     return replace(model, vocab_size=model.vocab_size or config.tokenizer.vocab_size), training
 
 
-def _forecast_text(
-    stage: str, config: PipelineConfig, inputs: PipelineInputs, share: float, vocab_size: int
-) -> Forecast:
+def _forecast_text(stage: str, config: PipelineConfig, inputs: TextInputs, share: float, vocab_size: int) -> Forecast:
     """``share``: of the groups that would run."""
     sources = [*inputs.train, *inputs.valid]
     text_bytes, memory, disk = _text_bytes(sources), _PROCESS_BYTES, 0.0

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
-from flows.config import PipelineConfig, StageName, TextConfig, complete
+from flows.config import PipelineConfig, StageName, complete
 from flows.plan import DryRunExecutor, Executor, plan
+from flows.text import TextInputs, find_text, read_text
 from lm.common.errors import UserError
 from lm.experiments.config import parse_budget
 from lm.model.config import ModelConfig
 from lm.text.character_tables import tables_identity
-from lm.text.held_out import valid_fraction
-from lm.text.ingest import group_sources
 from lm.text.pretokenize import JIEBA, jieba_version
 from lm.text.sources import Source
 from lm.tokenizer.config import TokenizerConfig
@@ -23,25 +22,13 @@ from lm.train.config import TrainConfig
 from tasks.budget import budget, machine_kind, read_choice
 from tasks.chunk import chunk, chunk_group
 from tasks.count import count, count_group, count_sum
-from tasks.decontaminate import decontaminate, decontaminate_group
-from tasks.deduplicate import deduplicate, keep_group, read_texts_with_copies, sign_group
 from tasks.encode import encode, encode_group
-from tasks.filter import filter_documents, filter_group
 from tasks.import_model import find_model_files, import_model
-from tasks.ingest import (
-    find_named_sources,
-    find_sources,
-    ingest,
-    ingest_group,
-    ingest_mix,
-    page_reader_identity,
-)
 from tasks.merge import merge
 from tasks.runs.models import RunModel, resolve_model
-from tasks.runtime.inputs import ChunkGroup, TextGroup, read_groups, read_rewritten_groups, read_text_groups
+from tasks.runtime.inputs import ChunkGroup, read_groups
 from tasks.runtime.output import Ref
 from tasks.runtime.run_context import RunContext
-from tasks.runtime.source_records import describe_sources
 from tasks.runtime.store import Store
 from tasks.sample import sample
 from tasks.start_model import read_start
@@ -56,27 +43,9 @@ StartModel = RunModel | list[Source]
 class PipelineInputs(NamedTuple):
     """What the first stages need."""
 
-    train: list[Source]
-    valid: list[Source]
+    text: TextInputs
     start: StartModel | None
     """The model of ``train.init_from``."""
-    mix: dict[str, list[Source]] = {}  # noqa: RUF012 # of an immutable tuple
-    """Those of ``train`` by the name of their source in ``data.mix``."""
-    protected: list[Source] = []  # noqa: RUF012
-    """Those of ``decontaminate.files``."""
-
-
-class IngestedText(NamedTuple):
-    """A text for training or validation in an output of the stage ``ingest``."""
-
-    split: str
-    texts: Ref
-    groups: list[Ref]
-    """Outputs of ``ingest-group``."""
-    split_of_texts: str
-    """The text's split in ``texts``."""
-    source: str
-    """Its name in ``data.mix``; empty if it has none."""
 
 
 class ChunkedText(NamedTuple):
@@ -142,12 +111,7 @@ def find_inputs(config: PipelineConfig, store: Store) -> PipelineInputs:
                 "Leave it out."
             )
         start = find_start(config.train.init_from, store)
-    return PipelineInputs(
-        *find_sources(config.data, store),
-        start,
-        find_named_sources(config.data, store),
-        describe_sources(config.decontaminate.files, store),
-    )
+    return PipelineInputs(find_text(config, store), start)
 
 
 def find_start(name: str, store: Store) -> StartModel:
@@ -187,7 +151,7 @@ def prepare_text(config: PipelineConfig, inputs: PipelineInputs, executor: Execu
         specials, pattern, model_config = executor.read(read_start, *start, config.stated_fields("model"), separator)
     # Only if there are other special tokens than the separator, an argument and part of the keys.
     is_ordinary = config.data.special_tokens_in_document == "text" and (start or set(specials) != {separator})
-    texts, train_texts, valid_texts = read_text(config, inputs, specials if is_ordinary else [], executor)
+    texts, train_texts, valid_texts = read_text(config, inputs.text, specials if is_ordinary else [], executor)
     chunk_config, tokenizer_config, train_config = config.chunk, config.tokenizer, config.train
     if config.budget:
         amount = parse_budget(config.budget)
@@ -207,92 +171,6 @@ def prepare_text(config: PipelineConfig, inputs: PipelineInputs, executor: Execu
         train_config,
         start,
     )
-
-
-def read_text(
-    config: TextConfig, inputs: PipelineInputs, special_tokens: list[str], executor: Executor
-) -> tuple[Ref, list[TextGroup], list[TextGroup]]:
-    """Read the sources, and remove documents by the rules that are on. Return the output that has the statistics of the
-    text, and the groups of the training and the validation text.
-
-    The text of ``special_tokens`` is ordinary text in documents. Validation text that is held out is filtered like the
-    training text; that of ``data.valid`` stays as it is.
-    """
-    page_reader = page_reader_identity(config.data, [*inputs.train, *inputs.valid])
-    read_as = [config.data, *([special_tokens] if special_tokens or page_reader else [])]
-    if page_reader:
-        read_as.append(page_reader)
-    texts, parts = (ingest_sources if inputs.mix else ingest_text)(config, inputs, read_as, executor)
-    train, valid = (
-        [group for part in parts if part.split == split for group in executor.read(read_text_groups, *part[1:])]
-        for split in ("train", "valid")
-    )
-    if config.filter.is_on:
-        filter_as = config.data.separator, config.filter, *config.filter.language_library
-        train_outputs = executor.map(filter_group, "filter-train", train, *filter_as)
-        valid_outputs = [] if config.data.valid else executor.map(filter_group, "filter-valid", valid, *filter_as)
-        texts = executor.finish(executor.call(filter_documents, texts, train_outputs, valid_outputs, config.filter))
-        train = executor.read(read_rewritten_groups, train, dict(enumerate(train_outputs)))
-        valid = executor.read(read_rewritten_groups, valid, dict(enumerate(valid_outputs)))
-    if config.deduplicate.is_on:
-        texts, train = remove_copies(config, texts, train, executor)
-    if config.decontaminate.is_on:
-        from lm.curate.normalized_words import words_identity  # slow to import
-
-        protected = valid if config.decontaminate.validation else []
-        protect_as = protected, inputs.protected, config.data, config.decontaminate, words_identity()
-        outputs = executor.map(decontaminate_group, "decontaminate", train, *protect_as)
-        texts = executor.finish(executor.call(decontaminate, texts, outputs))
-        train = executor.read(read_rewritten_groups, train, dict(enumerate(outputs)))
-    return texts, train, valid
-
-
-def ingest_text(
-    config: TextConfig, inputs: PipelineInputs, read_as: list[Any], executor: Executor
-) -> tuple[Ref, list[IngestedText]]:
-    """Read the sources. Return the output of the stage ``ingest``, and the texts in it."""
-    fraction = 0.0 if inputs.valid else valid_fraction(config.data, sum(source.bytes for source in inputs.train))
-    train = executor.map(ingest_group, "ingest-train", group_sources(inputs.train), fraction, *read_as)
-    valid = executor.map(ingest_group, "ingest-valid", group_sources(inputs.valid), fraction, *read_as)
-    texts = executor.finish(executor.call(ingest, train, valid, fraction, config.data))
-    return texts, [IngestedText(split, texts, [*train, *valid], split, "") for split in ("train", "valid")]
-
-
-def ingest_sources(
-    config: TextConfig, inputs: PipelineInputs, read_as: list[Any], executor: Executor
-) -> tuple[Ref, list[IngestedText]]:
-    """Read each source of ``data.mix`` as a text of its own, with its own validation text. So they share no group of
-    sources or chunks, and no shard, and text that one of them gets does not change the groups of another."""
-    parts: list[IngestedText] = []
-    for name, sources in inputs.mix.items():
-        fraction = 0.0 if inputs.valid else valid_fraction(config.data, sum(source.bytes for source in sources))
-        groups = executor.map(ingest_group, f"ingest {name}", group_sources(sources), fraction, *read_as)
-        texts = executor.call(ingest, groups, [], fraction, config.data, title=f"ingest {name}")
-        parts += [IngestedText(split, texts, groups, split, name) for split in ("train", "valid")]
-    valid: list[Ref] = []
-    if inputs.valid:
-        groups = executor.map(ingest_group, "ingest-valid", group_sources(inputs.valid), 0.0, *read_as)
-        valid = [executor.call(ingest, groups, [], 0.0, config.data, title="ingest-valid")]
-        parts.append(IngestedText("valid", valid[0], groups, "train", ""))
-    named = [part.texts for part in parts if part.source and part.split == "train"]
-    return executor.finish(executor.call(ingest_mix, named, [*inputs.mix], valid)), parts
-
-
-def remove_copies(
-    config: TextConfig, texts: Ref, train: list[TextGroup], executor: Executor
-) -> tuple[Ref, list[TextGroup]]:
-    """Remove copies from the training text. A new group is signed alone; groups that lose nothing stay as they are."""
-    from lm.curate.copies import make_minhash  # slow to import
-
-    separator, chosen = config.data.separator, config.deduplicate
-    groups = [replace(group, bytes_before=0) for group in train]  # the text before a group changes nothing in it
-    sign_as = separator, chosen.equal, make_minhash(chosen)
-    signatures = executor.map(sign_group, "deduplicate-sign", groups, *sign_as)
-    texts = executor.call(deduplicate, texts, groups, signatures, separator, chosen)
-    losing = executor.read(read_texts_with_copies, groups, texts)
-    written = executor.map(keep_group, "deduplicate-keep", losing, separator)
-    outputs = {item.number: output for item, output in zip(losing, written, strict=True)}
-    return executor.finish(texts), executor.read(read_rewritten_groups, train, outputs)
 
 
 def train_tokenizer(text: ChunkedText, executor: Executor) -> Ref:

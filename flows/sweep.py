@@ -20,7 +20,6 @@ from lm.experiments.axes import Point, corners
 from lm.experiments.report import SweepReport
 from lm.experiments.search import Search
 from lm.experiments.trial import TrialConfig, TrialResult, from_json
-from lm.text.config import DataConfig
 from tasks.mixture_law import mixture_law
 from tasks.runtime.output import Ref, read_output
 from tasks.runtime.store import Store
@@ -58,15 +57,15 @@ def sweep_stages(config: SweepConfig, executor: Executor) -> None:
 def _find_inputs(config: SweepConfig, store: Store) -> dict[str, PipelineInputs]:
     """Return the sources of each text that points read."""
     bases = [config.base] if config.search else [pipeline_config(point) for point in config.points()]
-    by_text = {_text_key(base.data): base for base in bases}
+    by_text = {_text_key(base): base for base in bases}
     return {key: find_inputs(base, store) for key, base in by_text.items()}
 
 
-def _text_key(data: DataConfig) -> str:
+def _text_key(config: PipelineConfig) -> str:
     """Return what decides the text. Of the sources of a mixture, weights do not."""
-    fields = asdict(data)
-    fields["mix"] = {name: source["paths"] for name, source in fields["mix"].items()}
-    return json.dumps(fields, sort_keys=True)
+    sections = [asdict(section) for section in (config.data, config.filter, config.deduplicate, config.decontaminate)]
+    sections[0]["mix"] = {name: source["paths"] for name, source in sections[0]["mix"].items()}
+    return json.dumps(sections, sort_keys=True)
 
 
 class _Sweep:
@@ -88,7 +87,7 @@ class _Sweep:
         config = pipeline_config(point)
         key = _inputs_key(config)
         if key not in self._prepared:
-            training = prepare_training(config, self.inputs[_text_key(config.data)], self.executor)
+            training = prepare_training(config, self.inputs[_text_key(config)], self.executor)
             outputs = [ref for name, ref in self.executor.finished.items() if name in get_args(StageName)]
             self._prepared[key] = training, outputs
         return self._prepared[key]
@@ -230,7 +229,7 @@ class _Sweep:
 def _inputs_key(config: PipelineConfig) -> str:
     """Return what decides the stages up to the shards."""
     sections = asdict(config.chunk), asdict(config.tokenizer)
-    return json.dumps([_text_key(config.data), *sections], sort_keys=True)
+    return json.dumps([_text_key(config), *sections], sort_keys=True)
 
 
 def _trial_config(point: Point, limits: dict[str, float] | None = None) -> TrialConfig:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from flows.config import FlowConfig, PipelineConfig, merge_fields, read_yaml
+from flows.config import FlowConfig, PipelineConfig, merge_fields, read_yaml, why_not_curated
 from lm.common.config import bounded_field
 from lm.common.errors import UserError, did_you_mean
 from lm.experiments.axes import (
@@ -30,6 +30,7 @@ from tasks.runtime.execution import Execution
 
 SweepStage = Literal[
     "ingest",
+    "classifier",
     "filter",
     "deduplicate",
     "decontaminate",
@@ -182,7 +183,7 @@ class SweepConfig(FlowConfig):
         for name, part in {"scaling_law": "law", "mixture_law": "mixture"}.items():
             if stage == name and not getattr(self, part):
                 return f"There is no stage {stage}: the sweep {self.name} has no {part}."
-        return self.base.why_missing(stage) if stage in ("filter", "deduplicate", "decontaminate") else ""
+        return why_not_curated(self.base, stage)
 
     def stage_names(self) -> list[str]:
         """Return the names of the stages of a run in their order, trial once for each point. Trials train models."""

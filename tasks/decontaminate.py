@@ -1,6 +1,6 @@
 """Stage ``decontaminate``: remove from the training text what it shares with the validation text, or with files."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from lm.curate.config import DecontaminateConfig
@@ -25,11 +25,13 @@ def decontaminate_group(
     data: DataConfig,
     config: DecontaminateConfig,
     words: str,
+    page_reader: Sequence[str] = (),
 ) -> None:
     """Write the text of a group without what it shares, and ``texts.json``, as ``ingest-group`` does; besides, as
     records, ``shared.parquet`` with a row for each shared place, and ``shared_samples.json``.
 
-    ``words``: identity of the tables that normalize words.
+    ``words``: identity of the tables that normalize words. ``page_reader``: what decides the text of web pages among
+    the files.
     """
     from lm.curate.decontaminate import ProtectedTexts  # slow to import
     from lm.curate.decontaminated_text import SHARED, decontaminate_texts

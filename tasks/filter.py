@@ -6,6 +6,7 @@ from typing import Any
 from lm.common.errors import UserError
 from lm.curate.config import FilterConfig
 from lm.text.documents import TextStatistics
+from tasks.classifier import read_scorer
 from tasks.pages import curation as pages
 from tasks.runtime.inputs import OpenTextGroup, read_texts
 from tasks.runtime.output import Output
@@ -17,17 +18,24 @@ from tasks.runtime.text_parts import text_parts
 
 @stage("filter-group", is_mapped=True)
 def filter_group(
-    out: Attempt, group: OpenTextGroup, separator: str, config: FilterConfig, language_library: str = ""
+    out: Attempt,
+    group: OpenTextGroup,
+    separator: str,
+    config: FilterConfig,
+    language_library: str = "",
+    classifier: Output | None = None,
 ) -> None:
     """Write the documents of a group that pass, and ``texts.json``, as ``ingest-group`` does; besides, as records,
     ``removed.parquet`` with a row for each removed document, and ``removed_samples.json``.
 
-    ``language_library`` is its version, if it decides languages: another one may remove other documents.
+    ``language_library`` is its version, if it decides languages: another one may remove other documents. ``classifier``
+    is the output of that stage, if documents are scored.
     """
     from lm.curate.filtered_text import REMOVED, filter_texts  # slow to import
 
     with keep_unchanged(group.sources, out.run.store):
-        result = filter_texts(text_parts(group), separator, config, out.directory)
+        scorer = read_scorer(classifier) if classifier else None
+        result = filter_texts(text_parts(group), separator, config, out.directory, scorer)
     out.write_json("texts.json", result.texts.to_json())
     out.write_json(
         "removed_samples.json",
@@ -40,7 +48,12 @@ def filter_group(
 
 @stage("filter", page=pages.filter_page)
 def filter_documents(
-    out: Attempt, ingested: Output, train: list[Output], valid: list[Output], config: FilterConfig
+    out: Attempt,
+    ingested: Output,
+    train: list[Output],
+    valid: list[Output],
+    config: FilterConfig,
+    classifier: Output | None = None,
 ) -> None:
     """Write ``text_groups.json``: the groups of both texts, as ``ingest`` does. Without groups in ``valid``, the
     validation text is not filtered, and not listed."""
@@ -77,5 +90,5 @@ def _nothing_left(split: str, outputs: list[Output]) -> str:
     text = {"train": "training", "valid": "validation"}[split]
     return (
         f"The filter removes all documents of the {text} text, most of them ({removed[rule]:,}) by the rule {rule}. "
-        "Relax that rule in filter.rules, or set it to null; textmill explain shows what each rule makes of a document."
+        "Relax that rule in filter, or turn it off; textmill explain shows what each rule makes of a document."
     )

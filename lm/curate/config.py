@@ -1,15 +1,40 @@
 """Configuration of the stages that decide which documents a corpus keeps, and of text classifiers."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
-from typing import Literal
+from typing import Any, Literal
 
 from lm.common.config import Config, bounded_field
 from lm.common.errors import UserError
 
 PersonalData = Literal["email", "phone", "ip"]
 TextFormat = Literal["jsonl.zst", "parquet"]
+
+
+@dataclass(frozen=True)
+class ClassifierConfig(Config, section="classifier"):
+    """How a :class:`TextClassifier` reads text and is trained."""
+
+    table_bits: int = bounded_field(18, ge=8, le=26)
+    """The table of weights has 2^table_bits rows. N-grams with the same hash share a row."""
+    word_ngrams: int = bounded_field(2, ge=0, le=2)
+    """0: no words. 1: words. 2: also pairs of words."""
+    char_ngrams: int = bounded_field(4, ge=0, le=7)
+    """Characters of an n-gram, across words; 0 turns them off."""
+    epochs: int = bounded_field(5, ge=1)
+    """Passes over the documents, in an order that the seed decides."""
+    learning_rate: float = bounded_field(0.5, gt=0, le=2)
+    """Part of a document's error that its update removes. Falls linearly to 0 over the training."""
+    balance: bool = True
+    """Whether each label counts the same in all, however many documents it has."""
+    seed: int = bounded_field(0, ge=0)
+    """Of the order of the documents."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.word_ngrams and not self.char_ngrams:
+            raise UserError("classifier.word_ngrams and classifier.char_ngrams are 0; set one of them.")
 
 
 @dataclass(frozen=True)
@@ -98,6 +123,32 @@ class RulesConfig(Config, section="filter.rules"):
 
 
 @dataclass(frozen=True)
+class ScoreConfig(Config, section="filter.score"):
+    """Scores of documents by a text classifier that is trained on examples. By default there is none."""
+
+    wanted: list[str] = field(default_factory=list)
+    """Examples of documents to keep: paths, globs or URLs in any form of data.train."""
+    unwanted: list[str] = field(default_factory=list)
+    """Examples of documents to remove."""
+    kept: float = bounded_field(0.95, gt=0, le=1)
+    """Share of the wanted examples that must pass: the least score is the one that so many of them reach. A fifth of
+    the examples, on which the classifier is not trained, decides it."""
+    classifier: ClassifierConfig = field(default_factory=ClassifierConfig)
+    """How the classifier reads text and is trained."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Fields that enter the cache key. Examples enter it by their content."""
+        return {"kept": self.kept, "classifier": asdict(self.classifier)}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.wanted) != bool(self.unwanted):
+            missing = "unwanted" if self.wanted else "wanted"
+            raise UserError(f"filter.score.{missing} is empty; a classifier learns from examples of both kinds.")
+
+
+@dataclass(frozen=True)
 class FilterConfig(Config, section="filter"):
     """Which documents the stage ``filter`` keeps. By default it is off."""
 
@@ -107,6 +158,8 @@ class FilterConfig(Config, section="filter"):
     """Languages to keep, as codes of ISO 639, such as [en, de]. Empty (the default): all. Needs the extra languages."""
     min_language_score: float = bounded_field(0.5, ge=0, le=1)
     """Least score of a document's language: its probability, or the share of its script. Only with languages."""
+    score: ScoreConfig = field(default_factory=ScoreConfig)
+    """A text classifier that scores documents. By default there is none."""
     masks: list[PersonalData] = field(default_factory=list)
     """Personal data to replace in the documents kept: email, phone (of the USA) and ip addresses. Default: none."""
     keep_removed_text: bool = False
@@ -121,7 +174,12 @@ class FilterConfig(Config, section="filter"):
     @property
     def is_on(self) -> bool:
         """Whether there is anything to filter by, or to mask."""
-        return self.rules is not None or bool(self.languages or self.masks)
+        return self.rules is not None or bool(self.languages or self.score.wanted or self.masks)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Fields that enter the cache key. The score enters it by its classifier."""
+        return {name: value for name, value in asdict(self).items() if name != "score"}
 
     @property
     def language_library(self) -> list[str]:
@@ -184,28 +242,3 @@ class DecontaminateConfig(Config, section="decontaminate"):
     def is_on(self) -> bool:
         """Whether anything is protected."""
         return self.validation or bool(self.files)
-
-
-@dataclass(frozen=True)
-class ClassifierConfig(Config, section="classifier"):
-    """How a :class:`TextClassifier` reads text and is trained."""
-
-    table_bits: int = bounded_field(18, ge=8, le=26)
-    """The table of weights has 2^table_bits rows. N-grams with the same hash share a row."""
-    word_ngrams: int = bounded_field(2, ge=0, le=2)
-    """0: no words. 1: words. 2: also pairs of words."""
-    char_ngrams: int = bounded_field(4, ge=0, le=7)
-    """Characters of an n-gram, across words; 0 turns them off."""
-    epochs: int = bounded_field(5, ge=1)
-    """Passes over the documents, in an order that the seed decides."""
-    learning_rate: float = bounded_field(0.5, gt=0, le=2)
-    """Part of a document's error that its update removes. Falls linearly to 0 over the training."""
-    balance: bool = True
-    """Whether each label counts the same in all, however many documents it has."""
-    seed: int = bounded_field(0, ge=0)
-    """Of the order of the documents."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.word_ngrams and not self.char_ngrams:
-            raise UserError("classifier.word_ngrams and classifier.char_ngrams are 0; set one of them.")

@@ -12,9 +12,10 @@ from lm.curate.document_reader import MAX_DOCUMENT_BYTES, Document
 from lm.curate.language import identify_batch
 from lm.curate.masks import mask_batch
 from lm.curate.rules import RULES, Figures, compute_figures, figure_of, first_failed_rule
+from lm.curate.scorer import Scorer
 from lm.kernels.jit import Int64s
 
-TOO_LONG, LANGUAGES, LANGUAGE_SCORE = "max_document_bytes", "languages", "min_language_score"
+TOO_LONG, LANGUAGES, LANGUAGE_SCORE, MIN_SCORE = "max_document_bytes", "languages", "min_language_score", "min_score"
 
 
 class Decisions(NamedTuple):
@@ -26,7 +27,8 @@ class Decisions(NamedTuple):
     """(D,): the figure that the rule compared with its limit, for ``languages`` the score; nan for a document that is
     kept."""
     figures: Figures
-    """All figures of the rules, each (D,). Of a document past MAX_DOCUMENT_BYTES: those of an empty one."""
+    """All figures of the rules, each (D,), and the scores of the documents that pass the rules and languages. Of a
+    document past MAX_DOCUMENT_BYTES: the figures of an empty one."""
     languages: list[str | None]
     """The language of each document, if it passes the rules and languages are chosen."""
 
@@ -46,15 +48,18 @@ class DocumentFilter:
     Rules see a document as it is; personal data are masked in what is kept.
     """
 
-    def __init__(self, config: FilterConfig) -> None:
-        self.config = config
+    def __init__(self, config: FilterConfig, scorer: Scorer | None = None) -> None:
+        """``scorer``: of ``config.score``."""
+        self.config, self.scorer = config, scorer
         limits: dict[str, float | str | None] = {TOO_LONG: MAX_DOCUMENT_BYTES}
         limits |= {name: getattr(config.rules, name, None) for name in RULES}
         if config.languages:
             limits |= {LANGUAGES: ", ".join(config.languages), LANGUAGE_SCORE: config.min_language_score}
+        if scorer:
+            limits[MIN_SCORE] = scorer.least_score
         self.limits = {name: limit for name, limit in limits.items() if limit is not None}
         """The limit of each rule that is on, in the order of the rules."""
-        self.reasons = (TOO_LONG, *RULES, LANGUAGES, LANGUAGE_SCORE)
+        self.reasons = (TOO_LONG, *RULES, LANGUAGES, LANGUAGE_SCORE, MIN_SCORE)
         """Names of the rules in their order: the first that a document fails is the reason to remove it."""
 
     def decide(self, documents: Sequence[Document]) -> Decisions:
@@ -73,7 +78,10 @@ class DocumentFilter:
         for number, document in enumerate(documents):
             if not document.is_whole:
                 reasons[number], values[number] = 0, document.size
-        return Decisions(reasons, values, figures, self._decide_languages(documents, reasons, values))
+        languages = self._decide_languages(documents, reasons, values)
+        if self.scorer:
+            figures["score"] = self._decide_scores(self.scorer, documents, reasons, values)
+        return Decisions(reasons, values, figures, languages)
 
     def _decide_languages(
         self, documents: Sequence[Document], reasons: Int64s, values: npt.NDArray[np.float64]
@@ -90,6 +98,17 @@ class DocumentFilter:
                 reasons[place] = self.reasons.index(LANGUAGE_SCORE if is_chosen else LANGUAGES)
                 values[place] = score
         return languages
+
+    def _decide_scores(
+        self, scorer: Scorer, documents: Sequence[Document], reasons: Int64s, values: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
+        """Return the scores of the documents that are not removed yet, and enter those to remove in the arrays."""
+        left = np.flatnonzero(reasons < 0)
+        scores = scorer.score(pack_utf8([documents[place].data for place in left])).astype(np.float64)
+        is_low = scores < scorer.least_score
+        reasons[left[is_low]] = self.reasons.index(MIN_SCORE)
+        values[left[is_low]] = scores[is_low]
+        return scores
 
     def mask(self, texts: Sequence[bytes]) -> tuple[list[bytes], dict[str, int]]:
         """Return texts in UTF-8 with the configured personal data masked, and how many of each kind there were."""
@@ -118,4 +137,7 @@ class DocumentFilter:
             verdicts.append(Verdict(LANGUAGES, code, self.limits[LANGUAGES], code in self.config.languages))
             is_sure = bool(score >= self.config.min_language_score)
             verdicts.append(Verdict(LANGUAGE_SCORE, float(score), self.limits[LANGUAGE_SCORE], is_sure))
+        if self.scorer:
+            [score] = self.scorer.score(batch)
+            verdicts.append(Verdict(MIN_SCORE, float(score), self.scorer.least_score, score >= self.scorer.least_score))
         return verdicts

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from lm.curate.config import FilterConfig
 from lm.curate.document_filter import Decisions, DocumentFilter
 from lm.curate.document_reader import Document
+from lm.curate.scorer import Scorer
 from lm.curate.text_parts import Batch, KeptText, TextPart, read_batches
 from lm.kernels.jit import Int64s
 from lm.text.ingest import GroupTexts
@@ -96,13 +97,15 @@ def edges_of(figure: str) -> Any:
     return COUNT_EDGES if is_count or figure.startswith("c4_") else SHARE_EDGES
 
 
-def filter_texts(parts: Sequence[TextPart], separator: str, config: FilterConfig, out: Path) -> FilteredText:
+def filter_texts(
+    parts: Sequence[TextPart], separator: str, config: FilterConfig, out: Path, scorer: Scorer | None = None
+) -> FilteredText:
     """Write the documents that the filter keeps to ``text.txt`` in the directory ``out``, each with its separator, and
     a row for each other one to ``removed.parquet``. Without a document to keep there is no ``text.txt``.
 
     Holds some documents at a time. Raises OSError if a file cannot be written.
     """
-    with _Writer(separator, config, parts, out) as writer:
+    with _Writer(separator, DocumentFilter(config, scorer), parts, out) as writer:
         for batch in read_batches(parts, separator):
             writer.write(batch)
     return writer.result()
@@ -111,9 +114,8 @@ def filter_texts(parts: Sequence[TextPart], separator: str, config: FilterConfig
 class _Writer:
     """Filters batches of documents, and writes the files. A context manager."""
 
-    def __init__(self, separator: str, config: FilterConfig, parts: Sequence[TextPart], out: Path) -> None:
-        self.filter = DocumentFilter(config)
-        self.config, self.out = config, out
+    def __init__(self, separator: str, judge: DocumentFilter, parts: Sequence[TextPart], out: Path) -> None:
+        self.filter, self.config, self.out = judge, judge.config, out
         self.figures = FilterFigures()
         self.samples: dict[str, list[Sample]] = {}
         self._kept = KeptText(out, separator, parts)

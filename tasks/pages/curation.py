@@ -19,10 +19,15 @@ _NAMES = {"train": "training", "valid": "validation"}
 
 
 def filter_page(
-    out: "Attempt", ingested: "Output", train: "list[Output]", valid: "list[Output]", config: "FilterConfig"
+    out: "Attempt",
+    ingested: "Output",
+    train: "list[Output]",
+    valid: "list[Output]",
+    config: "FilterConfig",
+    classifier: "Output | None" = None,
 ) -> Iterator[str]:
     """Show documents and bytes by rule and by source, removed documents of each rule, and histograms."""
-    from lm.curate.document_filter import DocumentFilter  # slow to import
+    from lm.curate.document_filter import MIN_SCORE, DocumentFilter  # slow to import
     from lm.curate.filtered_text import Sample, choose_samples, edges_of
     from lm.curate.rules import RULES, figure_of
 
@@ -44,6 +49,7 @@ def filter_page(
     if not valid:
         yield "The validation text is not filtered: `data.valid` names it."
     document_filter = DocumentFilter(config)
+    limits = document_filter.limits | ({MIN_SCORE: classifier.json("least_score.json")} if classifier else {})
     removed = {
         rule: total
         for rule in document_filter.reasons
@@ -51,7 +57,7 @@ def filter_page(
     }
     yield "## What each rule removed"
     yield "The first rule that a document fails removes it. The rules are asked in this order."
-    yield from _funnel(document_filter.limits, removed, _total([part["read"] for part in parts]))
+    yield from _funnel(limits, removed, _total([part["read"] for part in parts]))
     yield "## Sources"
     yield from show_parts(parts, "sources", "source")
     if config.languages:
@@ -67,14 +73,14 @@ def filter_page(
         shown = choose_samples(Sample(**sample) for part in samples for sample in part.get(rule, []))
         yield f"**{rule}**"
         yield "\n".join(f"- {plain(sample.value)}: {code(sample.text)} ({code(sample.source)})" for sample in shown)
-    most = sorted((rule for rule in removed if rule in RULES), key=lambda rule: -removed[rule]["documents"])
+    most = sorted(
+        (rule for rule in removed if rule in (*RULES, MIN_SCORE)), key=lambda rule: -removed[rule]["documents"]
+    )
     for rule in most[:_MAX_HISTOGRAMS]:
-        name = figure_of(rule)
+        name = "score" if rule == MIN_SCORE else figure_of(rule)
         counts = np.sum([part["histograms"][name] for part in parts if name in part["histograms"]], axis=0)
         label = f"{name.replace('_', ' ')}; the line is the limit"
-        yield histogram(
-            f"{rule}, all documents", label, counts, edges_of(name), "documents", float(document_filter.limits[rule])
-        )
+        yield histogram(f"{rule}, all documents", label, counts, edges_of(name), "documents", float(limits[rule]))
 
 
 def _total(parts: list[Mapping[str, int]]) -> dict[str, int]:

@@ -102,7 +102,9 @@ def show_progress(
     the work.
     """
     # Imported here, as a look-up of outputs does not need Prefect.
+    from prefect import get_client
     from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
+    from prefect.client.schemas.actions import ArtifactUpdate
     from prefect.context import FlowRunContext, TaskRunContext
 
     done, ended = 0, threading.Event()
@@ -112,6 +114,7 @@ def show_progress(
         with contextlib.suppress(Exception):  # a failing artifact must not fail the work
             shown_percent, shown_page, page_time, is_last = 0.0, "", time.monotonic() + _PAGE_SECONDS, False
             description = f"{title}, {total:,} × {unit}"
+            so_far: Any = None
             artifact: Any = create_progress_artifact(0.0, key=f"{key}-progress", description=description)
             while not is_last:
                 is_last = ended.wait(_UPDATE_SECONDS)
@@ -122,7 +125,11 @@ def show_progress(
                 if time.monotonic() >= page_time and not is_last:
                     with contextlib.suppress(Exception):
                         if (text := page()) and text != shown_page:
-                            create_markdown_artifact(text, key=f"{key}-so-far", description=f"{title}, so far")
+                            if not so_far:
+                                so_far = create_markdown_artifact(text, f"{key}-so-far", f"{title}, so far")
+                            else:  # in its place, so that the run's list of artifacts has it once
+                                with get_client(sync_client=True) as client:
+                                    client.update_artifact(so_far, ArtifactUpdate(data=text))
                             shown_page = text
                     page_time = time.monotonic() + _PAGE_SECONDS
 

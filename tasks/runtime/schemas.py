@@ -152,6 +152,8 @@ _CONTENTS: dict[str, Any] = {
     "text_groups.json": _splits(_list(_record(group=_Size | None, interval=_Interval | None, bytes=_Size, digest=str))),
     "removed_samples.json": GenericAlias(dict, (str, _list(_record(hash=str, text=str, value=float, source=str)))),
     "shared_samples.json": _list(_record(hash=str, protected=str, text=str)),
+    "least_score.json": float,
+    "held_out_scores.json": _record(wanted=list[float], unwanted=list[float]),
     "copies.json": _record(groups=_list(_Size)),
     "choice.json": _record(vocab_size=int, model=dict[str, Any], train=dict[str, Any]),
     "groups.json": _list(_GROUP),

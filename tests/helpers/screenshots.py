@@ -20,6 +20,7 @@ LEFT = 256  # the width of the UI's menu, in pixels
 PAGE_WIDTH, ARTICLE_WIDTH = 1024, 616  # the page beside the menu; an artifact without its metadata
 EVENT_WIDTH = 440  # of the names of an event's resources
 MARGIN = 16
+ARTIFACT_ROWS = 480  # two rows of the list
 LAST_ROWS = {"merge": ("tokenizer", 6), "train": ("training", 5)}  # file name, last table row
 
 
@@ -34,7 +35,9 @@ def take_pictures(steps: int) -> None:
         with open_ui(stack.url, scale=1.5) as ui:
             page = ui.open_run(info.run, "Artifacts")
             _wait_until_still(page.locator("canvas"))
-            _save(page, "run-graph", (LEFT, 0, PAGE_WIDTH, _bottom(page.get_by_role("tablist"))))
+            tabs = page.get_by_role("tablist")
+            _save(page, "run-graph", (LEFT, 0, PAGE_WIDTH, _bottom(tabs)))
+            _save(page, "artifact-list", (LEFT, _top(tabs), PAGE_WIDTH, _bottom(tabs) + ARTIFACT_ROWS))
             ui.open_event(event)
             card = page.get_by_text("Event", exact=True).last, page.get_by_text("Tags", exact=True)
             _save(page, "asset-event", (LEFT + 24, _top(card[0]), EVENT_WIDTH, _bottom(card[1])))

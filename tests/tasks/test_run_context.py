@@ -64,24 +64,31 @@ def test_pages_follow_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     artifacts = Artifacts(monkeypatch)
     shown: list[str] = []
     monkeypatch.setattr(run_context, "_PAGE_SECONDS", 0)
-    monkeypatch.setattr(
-        "prefect.artifacts.create_markdown_artifact", lambda text, key, description: shown.append(key + text)
-    )
+
+    def create(text: str, key: str, _: str) -> str:
+        shown.append(text)
+        return key
+
+    def update(_: Any, artifact: str, changed: Any) -> None:
+        shown.append(f"{artifact} {changed.data}")
+
+    monkeypatch.setattr("prefect.artifacts.create_markdown_artifact", create)
+    monkeypatch.setattr("prefect.client.orchestration.SyncPrefectClient.update_artifact", update)
     texts = [""]
 
     def is_last(text: str) -> bool:
-        return shown[-1:] == [f"demo-sort-so-far{text}"]
+        return shown[-1:] == [text if text == "a" else f"demo-sort-so-far {text}"]
 
     @flow
     def work() -> None:
         with run_context.show_progress("sort", 2, "card", "demo", lambda: texts[-1]):
             wait_for(lambda: bool(artifacts.created), 10, "the progress artifact")
-            for text in ("a", "b"):
+            for text in ("a", "b", "c"):
                 texts.append(text)
                 wait_for(partial(is_last, text), 10, "a page")
 
     work()
-    assert shown == ["demo-sort-so-fara", "demo-sort-so-farb"], "each page once, and no empty page"
+    assert shown == ["a", "demo-sort-so-far b", "demo-sort-so-far c"], "one artifact, each page once, no empty page"
 
 
 def test_a_hanging_or_failing_server_does_not_delay_the_work(monkeypatch: pytest.MonkeyPatch) -> None:

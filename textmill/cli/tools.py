@@ -62,11 +62,17 @@ def plan_command(options: Namespace) -> None:
 def explain_command(options: Namespace) -> None:
     """Print what each rule of the filter makes of a document: rules that are not set have their defaults."""
     from lm.curate.document_filter import DocumentFilter
+    from lm.text.sources import expand_urls
+    from tasks.classifier import fit_on_files
 
     config: PipelineConfig = read_config(PipelineConfig, options)
     chosen = config.filter if config.filter.is_on else replace(config.filter, rules=RulesConfig())
     document = _find_document(options.text, options.document, config.data)
-    print(format_verdicts(DocumentFilter(chosen).explain(document)))
+    scorer = None
+    if chosen.score.wanted:
+        examples = (expand_urls(paths) for paths in (chosen.score.wanted, chosen.score.unwanted))
+        scorer, _ = fit_on_files(*examples, config.data, chosen.score)
+    print(format_verdicts(DocumentFilter(chosen, scorer).explain(document)))
 
 
 def _find_document(text: str, number: int, data: DataConfig) -> "Document":
