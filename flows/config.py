@@ -26,6 +26,7 @@ StageName = Literal[
     "classifier",
     "filter",
     "deduplicate",
+    "repeats",
     "decontaminate",
     "budget",
     "chunk",
@@ -248,6 +249,8 @@ def why_not_curated(config: TextConfig, stage: str) -> str:
         return "There is no stage filter: nothing is filtered. Turn rules on, such as with --filter.rules '{}'."
     if stage == "deduplicate" and not config.deduplicate.is_on:
         return "There is no stage deduplicate: copies stay. Turn it on, such as with --deduplicate.equal true."
+    if stage == "repeats" and not config.deduplicate.repeats:
+        return "There is no stage repeats: repeated lines stay. Turn it on, such as with --deduplicate.repeats line."
     if stage == "decontaminate" and not config.decontaminate.is_on:
         return "There is no stage decontaminate: nothing is protected. Turn on --decontaminate.validation true."
     return ""

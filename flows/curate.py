@@ -12,7 +12,7 @@ from lm.text.config import DataConfig
 from tasks.export_text import export, export_group
 from tasks.runtime.execution import Execution
 
-CurateStage = Literal["ingest", "classifier", "filter", "deduplicate", "decontaminate", "export"]
+CurateStage = Literal["ingest", "classifier", "filter", "deduplicate", "repeats", "decontaminate", "export"]
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ SweepStage = Literal[
     "classifier",
     "filter",
     "deduplicate",
+    "repeats",
     "decontaminate",
     "chunk",
     "count",

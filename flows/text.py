@@ -5,12 +5,15 @@ from typing import Any, NamedTuple
 
 from flows.config import TextConfig
 from flows.plan import Executor
+from lm.common.errors import UserError
+from lm.curate.config import Unit
+from lm.eval.problems import is_generated
 from lm.text.held_out import valid_fraction
 from lm.text.ingest import group_sources
 from lm.text.sources import Source
 from tasks.classifier import train_classifier
 from tasks.decontaminate import decontaminate, decontaminate_group
-from tasks.deduplicate import deduplicate, keep_group, read_texts_with_copies, sign_group
+from tasks.deduplicate import deduplicate, keep_group, sign_group
 from tasks.filter import filter_documents, filter_group
 from tasks.ingest import (
     find_named_sources,
@@ -20,7 +23,9 @@ from tasks.ingest import (
     ingest_mix,
     page_reader_identity,
 )
+from tasks.repeats import digest_group, drop_repeats, find_repeats, repeats
 from tasks.runtime.inputs import TextGroup, read_rewritten_groups, read_text_groups
+from tasks.runtime.losses import read_losing_texts
 from tasks.runtime.output import Ref
 from tasks.runtime.source_records import describe_sources
 from tasks.runtime.store import Store
@@ -35,6 +40,8 @@ class TextInputs(NamedTuple):
     """Those of ``train`` by the name of their source in ``data.mix``."""
     protected: list[Source]
     """Those of ``decontaminate.files``."""
+    tasks: dict[str, list[Source]]
+    """Those of ``decontaminate.tasks``."""
     examples: tuple[list[Source], ...]
     """Those of ``filter.score``: wanted and unwanted ones."""
 
@@ -54,11 +61,15 @@ class IngestedText(NamedTuple):
 
 def find_text(config: TextConfig, store: Store) -> TextInputs:
     """Find the sources of the text, of protected text, and of examples. Raises UserError if one is missing."""
-    score = config.filter.score
+    score, tasks = config.filter.score, config.decontaminate.tasks
+    for name in tasks:
+        if is_generated(name):
+            raise UserError(f"decontaminate.tasks has {name}, whose problems are generated; only files are protected.")
     return TextInputs(
         *find_sources(config.data, store),
         find_named_sources(config.data, store),
         describe_sources(config.decontaminate.files, store),
+        {name: describe_sources(paths, store) for name, paths in tasks.items()},
         tuple(describe_sources(paths, store) for paths in (score.wanted, score.unwanted)),
     )
 
@@ -85,6 +96,8 @@ def read_text(
         texts, train, valid = filter_text(config, inputs, texts, train, valid, executor)
     if config.deduplicate.is_on:
         texts, train = remove_copies(config, texts, train, executor)
+    if config.deduplicate.repeats:
+        texts, train = remove_repeats(config, config.deduplicate.repeats, texts, train, executor)
     if config.decontaminate.is_on:
         texts, train = remove_protected(config, inputs, texts, train, valid, executor)
     return texts, train, valid
@@ -157,10 +170,25 @@ def remove_copies(
     sign_as = separator, chosen.equal, make_minhash(chosen)
     signatures = executor.map(sign_group, "deduplicate-sign", groups, *sign_as)
     texts = executor.call(deduplicate, texts, groups, signatures, separator, chosen)
-    losing = executor.read(read_texts_with_copies, groups, texts)
+    losing = executor.read(read_losing_texts, groups, texts)
     written = executor.map(keep_group, "deduplicate-keep", losing, separator)
     outputs = {item.number: output for item, output in zip(losing, written, strict=True)}
     return executor.finish(texts), executor.read(read_rewritten_groups, train, outputs)
+
+
+def remove_repeats(
+    config: TextConfig, unit: Unit, texts: Ref, train: list[TextGroup], executor: Executor
+) -> tuple[Ref, list[TextGroup]]:
+    """Remove repeated lines or paragraphs from the training text. A new group is digested alone."""
+    separator = config.data.separator
+    groups = [replace(group, bytes_before=0) for group in train]  # the text before a group changes nothing in it
+    digests = executor.map(digest_group, "repeats-digest", groups, separator, unit)
+    found = executor.call(find_repeats, digests, unit)
+    losing = executor.read(read_losing_texts, groups, found)
+    written = executor.map(drop_repeats, "repeats-drop", losing, separator, unit)
+    texts = executor.finish(executor.call(repeats, texts, written, separator, unit))
+    outputs = {item.number: output for item, output in zip(losing, written, strict=True)}
+    return texts, executor.read(read_rewritten_groups, train, outputs)
 
 
 def remove_protected(
@@ -175,7 +203,9 @@ def remove_protected(
     from lm.curate.normalized_words import words_identity  # slow to import
 
     page_reader = page_reader_identity(config.data, inputs.protected)
-    protect_as = config.data, config.decontaminate, words_identity(), *filter(None, [page_reader])
+    protect_as: list[Any] = [config.data, config.decontaminate, words_identity()]
+    if page_reader or inputs.tasks:  # only then arguments, and parts of the keys
+        protect_as += [page_reader, *filter(None, [inputs.tasks])]
     protected = valid if config.decontaminate.validation else []
     outputs = executor.map(decontaminate_group, "decontaminate", train, protected, inputs.protected, *protect_as)
     texts = executor.finish(executor.call(decontaminate, texts, outputs))

@@ -8,15 +8,12 @@ from lm.text.config import DataConfig
 from lm.text.documents import TextStatistics, stream_documents
 from lm.text.sources import Source
 from tasks.pages import classifier as pages
-from tasks.runtime.output import Output
 from tasks.runtime.run_context import Attempt
 from tasks.runtime.source_records import keep_unchanged
 from tasks.runtime.stage import stage
 
 if TYPE_CHECKING:
     from lm.curate.scorer import HeldOutScores, Scorer
-
-_CLASSIFIER, _LEAST_SCORE = "classifier.safetensors", "least_score.json"
 
 
 @stage("classifier", page=pages.classifier_page)
@@ -34,9 +31,9 @@ def train_classifier(
     ``page_reader``: what decides the text of web pages among the examples.
     """
     with keep_unchanged([*wanted, *unwanted], out.run.store):
-        scorer, held_out = fit_on_files(*([part.url for part in kind] for kind in (wanted, unwanted)), data, config)
-    scorer.classifier.save(out.directory / _CLASSIFIER)
-    out.write_json(_LEAST_SCORE, scorer.least_score)
+        scorer, held_out = fit_on_files([part.url for part in wanted], [part.url for part in unwanted], data, config)
+    scorer.classifier.save(out.directory / "classifier.safetensors")
+    out.write_json("least_score.json", scorer.least_score)
     out.write_json("held_out_scores.json", {label: part.scores.tolist() for label, part in held_out.items()})
     out.records = ["held_out_scores.json"]
     out.sources = [*wanted, *unwanted]
@@ -69,11 +66,3 @@ def _figures(part: "HeldOutScores", scorer: "Scorer") -> dict[str, float]:
         "held_out": len(part.scores),
         "passing": part.passing(scorer.least_score),
     }
-
-
-def read_scorer(output: Output) -> "Scorer":
-    """Return the scorer that the stage wrote."""
-    from lm.curate.classifier import TextClassifier  # slow to import
-    from lm.curate.scorer import Scorer
-
-    return Scorer(TextClassifier.load(output.path(_CLASSIFIER)), float(output.json(_LEAST_SCORE)))

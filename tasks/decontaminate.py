@@ -1,11 +1,13 @@
 """Stage ``decontaminate``: remove from the training text what it shares with the validation text, or with files."""
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from lm.curate.config import DecontaminateConfig
 from lm.text.config import DataConfig
 from lm.text.documents import TextStatistics, stream_documents
+from lm.text.rows import DamagedRows
 from lm.text.sources import Source
 from tasks.pages import decontamination as pages
 from tasks.runtime.inputs import OpenTextGroup
@@ -14,6 +16,8 @@ from tasks.runtime.run_context import Attempt
 from tasks.runtime.source_records import keep_unchanged
 from tasks.runtime.stage import stage
 from tasks.runtime.text_parts import text_parts
+
+log = logging.getLogger(__name__)
 
 
 @stage("decontaminate-group", is_mapped=True)
@@ -26,16 +30,18 @@ def decontaminate_group(
     config: DecontaminateConfig,
     words: str,
     page_reader: Sequence[str] = (),
+    tasks: Mapping[str, list[Source]] | None = None,
 ) -> None:
     """Write the text of a group without what it shares, and ``texts.json``, as ``ingest-group`` does; besides, as
     records, ``shared.parquet`` with a row for each shared place, and ``shared_samples.json``.
 
     ``words``: identity of the tables that normalize words. ``page_reader``: what decides the text of web pages among
-    the files.
+    the files. ``tasks``: files of problems by the name of their task.
     """
-    from lm.curate.decontaminate import ProtectedTexts  # slow to import
+    from lm.curate.decontaminate import ProtectedTexts, task_texts  # slow to import
     from lm.curate.decontaminated_text import SHARED, decontaminate_texts
     from lm.curate.text_parts import read_batches
+    from lm.eval.problems import load_task
 
     def validation_documents() -> Iterator[str]:
         for part in valid:
@@ -46,10 +52,19 @@ def decontaminate_group(
         for piece in stream_documents(source.url, data, TextStatistics()):
             yield piece.removesuffix(data.separator)
 
-    sources = [*group.sources, *files, *(source for part in valid for source in part.sources)]
-    with keep_unchanged(sources, out.run.store):
+    def problems_of(task: str, source: Source) -> Iterator[str]:
+        damaged = DamagedRows()
+        yield from task_texts(load_task(task, [source.url], damaged=damaged))
+        if damaged.count:
+            log.warning("%s", damaged)
+
+    problems = [(task, source) for task, sources in (tasks or {}).items() for source in sources]
+    protecting = [*files, *(source for _, source in problems), *(source for part in valid for source in part.sources)]
+    with keep_unchanged([*group.sources, *protecting], out.run.store):
         named = [("validation text", validation_documents())] if valid else []
-        protected = ProtectedTexts([*named, *((source.url, documents_of(source)) for source in files)], config.ngrams)
+        named += [(source.url, documents_of(source)) for source in files]
+        named += [(f"{task}: {source.url}", problems_of(task, source)) for task, source in problems]
+        protected = ProtectedTexts(named, config.ngrams)
         result = decontaminate_texts(
             parts := text_parts(group), data.separator, protected, config.action == "cut", out.directory
         )

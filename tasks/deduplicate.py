@@ -4,7 +4,7 @@ Each group of texts is signed alone, so that a new source signs only itself. ``d
 lists what each group loses. Only groups that lose something are written again.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,53 +12,16 @@ import numpy as np
 
 from lm.curate.config import DeduplicateConfig
 from tasks.pages import copies as pages
-from tasks.runtime.inputs import OpenTextGroup, TextGroup
-from tasks.runtime.output import Input, Output, Ref, read_output
-from tasks.runtime.run_context import Attempt, RunContext
+from tasks.runtime.inputs import OpenTextGroup
+from tasks.runtime.losses import write_losses
+from tasks.runtime.output import Output
+from tasks.runtime.run_context import Attempt
 from tasks.runtime.source_records import keep_unchanged
 from tasks.runtime.stage import stage
-from tasks.runtime.store import Store
 from tasks.runtime.text_parts import text_parts
 
 if TYPE_CHECKING:
     from lm.curate.minhash import MinHash
-
-
-@dataclass(frozen=True)
-class TextWithCopies(Input):
-    """A group of texts, and the list of its documents to remove."""
-
-    group: TextGroup
-    copies: Ref
-    """Output of ``deduplicate``."""
-    number: int
-    """Of the group."""
-    digest: str
-    """Of the list: a change of another group's list changes nothing here."""
-
-    def identity(self, run: RunContext) -> Any:
-        """Return the part that enters a key."""
-        return [self.group.digest, self.digest]
-
-    def open(self, store: Store) -> tuple[OpenTextGroup, Any]:
-        """Return the group and the numbers of the documents to remove, int64."""
-        return self.group.open(store), np.load(read_output(store, self.copies).path(_removal_file(self.number)))
-
-    def find_damaged_url(self, store: Store, opened: tuple[OpenTextGroup, Any]) -> str:
-        """Return the path or URL of a damaged file of the text; empty if there is none."""
-        return self.group.find_damaged_url(store, opened[0])
-
-
-def _removal_file(number: int) -> str:
-    return f"removed-{number:05}.npy"
-
-
-def read_texts_with_copies(store: Store, groups: list[TextGroup], copies: Ref) -> list[TextWithCopies]:
-    """Return the groups that lose a document."""
-    output = read_output(store, copies)
-    digests = {file["path"]: file["sha256"] for file in output.manifest["files"]}
-    losing = output.json("copies.json")["groups"]
-    return [TextWithCopies(groups[number], copies, number, digests[_removal_file(number)]) for number in losing]
 
 
 @stage("deduplicate-sign", is_mapped=True)
@@ -85,7 +48,7 @@ def deduplicate(
     separator: str,
     config: DeduplicateConfig,
 ) -> None:
-    """Write for each group the numbers of the documents to remove, and ``copies.json``; besides, as records,
+    """Write for each group the numbers of the documents to remove; besides, as records,
     ``removed.parquet``, ``links.parquet``, and the examples and figures of the page.
 
     ``before``: the output that has the statistics of the texts.
@@ -100,12 +63,7 @@ def deduplicate(
         for group, output in zip(train, signatures, strict=True)
     ]
     copies = find_copies(groups, config)
-    losing = []
-    for number in range(len(groups)):
-        if len(removed := copies.removed(number)):
-            np.save(out.directory / _removal_file(number), removed)
-            losing.append(number)
-    out.write_json("copies.json", {"groups": losing})
+    write_losses(out, [copies.removed(number) for number in range(len(groups))])
     figures = write_copy_records(copies, [part.source for group in train for part in text_parts(group)], out.directory)
     out.write_json("copy_samples.json", [sample._asdict() for sample in sample_copies(copies, config.ngrams)])
     out.write_json("copy_figures.json", asdict(figures))

@@ -6,7 +6,6 @@ from typing import Any
 from lm.common.errors import UserError
 from lm.curate.config import FilterConfig
 from lm.text.documents import TextStatistics
-from tasks.classifier import read_scorer
 from tasks.pages import curation as pages
 from tasks.runtime.inputs import OpenTextGroup, read_texts
 from tasks.runtime.output import Output
@@ -31,10 +30,15 @@ def filter_group(
     ``language_library`` is its version, if it decides languages: another one may remove other documents. ``classifier``
     is the output of that stage, if documents are scored.
     """
-    from lm.curate.filtered_text import REMOVED, filter_texts  # slow to import
+    from lm.curate.classifier import TextClassifier  # slow to import
+    from lm.curate.filtered_text import REMOVED, filter_texts
+    from lm.curate.scorer import Scorer
 
+    scorer = None
+    if classifier:
+        learned = TextClassifier.load(classifier.path("classifier.safetensors"))
+        scorer = Scorer(learned, classifier.json("least_score.json"))
     with keep_unchanged(group.sources, out.run.store):
-        scorer = read_scorer(classifier) if classifier else None
         result = filter_texts(text_parts(group), separator, config, out.directory, scorer)
     out.write_json("texts.json", result.texts.to_json())
     out.write_json(

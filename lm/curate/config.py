@@ -10,6 +10,7 @@ from lm.common.errors import UserError
 
 PersonalData = Literal["email", "phone", "ip"]
 TextFormat = Literal["jsonl.zst", "parquet"]
+Unit = Literal["line", "paragraph"]
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ class FilterConfig(Config, section="filter"):
 
 @dataclass(frozen=True)
 class DeduplicateConfig(Config, section="deduplicate"):
-    """Which copies of documents the stage ``deduplicate`` removes from the training text. By default it is off."""
+    """Which copies of documents, and of lines, are removed from the training text. By default none are."""
 
     equal: bool = False
     """Whether to keep only the first of equal documents, apart from white space around them."""
@@ -207,6 +208,14 @@ class DeduplicateConfig(Config, section="deduplicate"):
     """Bands of a signature. Documents that share one are compared: more bands find more of the less similar ones."""
     ngrams: int = bounded_field(5, ge=1)
     """Words of a shingle, the unit of the similarity."""
+    repeats: Unit | None = None
+    """Remove each line, or each paragraph, that occurs more than once in the training text, wherever it occurs. Off by
+    default."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Fields that enter the cache key of the comparison of documents."""
+        return {name: value for name, value in asdict(self).items() if name != "repeats"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -218,7 +227,7 @@ class DeduplicateConfig(Config, section="deduplicate"):
 
     @property
     def is_on(self) -> bool:
-        """Whether any copies are removed."""
+        """Whether any copies of documents are removed."""
         return self.equal or self.jaccard_threshold is not None
 
 
@@ -233,6 +242,8 @@ class DecontaminateConfig(Config, section="decontaminate"):
     """Whether the validation text is protected."""
     files: list[str] = field(default_factory=list)
     """Other protected text, such as the questions of a test: paths, globs or URLs in any form of data.train."""
+    tasks: dict[str, list[str]] = field(default_factory=dict)
+    """Protected tasks of textmill evaluate, with the files of their problems: {gsm8k: [test.jsonl]}."""
     ngrams: int = bounded_field(13, ge=2, le=64)
     """Words of a run that counts as shared. Words are normalized: no case, accents or punctuation."""
     action: Literal["drop", "cut"] = "drop"
@@ -241,4 +252,4 @@ class DecontaminateConfig(Config, section="decontaminate"):
     @property
     def is_on(self) -> bool:
         """Whether anything is protected."""
-        return self.validation or bool(self.files)
+        return self.validation or bool(self.files or self.tasks)

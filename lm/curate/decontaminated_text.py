@@ -1,6 +1,5 @@
 """Text without the documents, or the words, that it shares with protected text; and a record of each place."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +12,11 @@ import pyarrow.parquet as pq
 from lm.curate.decontaminate import Contamination, ProtectedTexts, cut_spans
 from lm.curate.document_batch import DocumentBatch, pack_utf8
 from lm.curate.filtered_text import Totals
+from lm.curate.samples import choose_samples, cut_sample, sample_hash
 from lm.curate.text_parts import Batch, KeptText, TextPart, read_batches
 from lm.text.ingest import GroupTexts
 
 SHARED = "shared.parquet"
-_MAX_SAMPLES = 10
-_SAMPLE_CHARACTERS = 300
 _SCHEMA = pa.schema(
     [
         ("source", pa.dictionary(pa.int32(), pa.string())),
@@ -115,14 +113,4 @@ def _table(batch: Batch, found: Contamination, names: list[str]) -> pa.Table:
 def _samples(batch: Batch, found: Contamination, names: list[str]) -> list[SharedSample]:
     places = zip(found.documents.tolist(), found.begins.tolist(), found.ends.tolist(), names, strict=True)
     texts = [(name, batch.documents[number].data[begin:end]) for number, begin, end, name in places]
-    return [
-        SharedSample(
-            hashlib.blake2b(data, digest_size=8).hexdigest(), name, data.decode("utf-8", "replace")[:_SAMPLE_CHARACTERS]
-        )
-        for name, data in texts
-    ]
-
-
-def choose_samples(samples: Sequence[SharedSample]) -> list[SharedSample]:
-    """Return the samples with the smallest hashes, one of each hash, in their order."""
-    return [*{sample.hash: sample for sample in sorted(samples)}.values()][:_MAX_SAMPLES]
+    return [SharedSample(sample_hash(data), name, cut_sample(data)) for name, data in texts]

@@ -104,7 +104,7 @@ class DocumentFilter:
     ) -> npt.NDArray[np.float64]:
         """Return the scores of the documents that are not removed yet, and enter those to remove in the arrays."""
         left = np.flatnonzero(reasons < 0)
-        scores = scorer.score(pack_utf8([documents[place].data for place in left])).astype(np.float64)
+        scores = scorer.score(pack_utf8([documents[place].data for place in left.tolist()])).astype(np.float64)
         is_low = scores < scorer.least_score
         reasons[left[is_low]] = self.reasons.index(MIN_SCORE)
         values[left[is_low]] = scores[is_low]

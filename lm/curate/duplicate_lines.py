@@ -4,19 +4,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from lm.common.errors import StorageError, translate_write_errors
+from lm.curate.config import Unit
 from lm.curate.document_batch import DocumentBatch, pack_utf8, pad_documents
 from lm.curate.document_files import Paths, output_paths
 from lm.curate.sorted_runs import Keys, merge_runs, open_runs, write_runs
 from lm.kernels.curation.digests import digest_spans, split_lines
 from lm.kernels.jit import Bytes, Int64s
 
-Unit = Literal["line", "paragraph"]
 _BLOCK_BYTES = 16 << 20
 
 

@@ -1,7 +1,6 @@
 """The text that a filter keeps: documents with separators in one file, and a record of each document removed."""
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,14 +13,13 @@ import pyarrow.parquet as pq
 from lm.curate.config import FilterConfig
 from lm.curate.document_filter import Decisions, DocumentFilter
 from lm.curate.document_reader import Document
+from lm.curate.samples import MAX_SAMPLES, SAMPLE_CHARACTERS, choose_samples, cut_sample, sample_hash
 from lm.curate.scorer import Scorer
 from lm.curate.text_parts import Batch, KeptText, TextPart, read_batches
 from lm.kernels.jit import Int64s
 from lm.text.ingest import GroupTexts
 
 REMOVED = "removed.parquet"
-MAX_SAMPLES = 10  # of each rule
-_SAMPLE_CHARACTERS = 300
 SHARE_EDGES = np.linspace(0, 1, 41)
 """Edges of the bins of a figure that is a share. Larger values are in the last bin."""
 COUNT_EDGES = 2 ** (np.arange(-4, 125) / 4)
@@ -192,18 +190,12 @@ class _Writer:
 
     def _add_sample(self, document: Document, reason: str, value: float, source: str) -> None:
         samples = self.samples.setdefault(reason, [])
-        digest = hashlib.blake2b(document.data, digest_size=8).hexdigest()
+        digest = sample_hash(document.data)
         if len(samples) == MAX_SAMPLES and digest >= samples[-1].hash:
             return
-        [begin], _ = self.filter.mask([document.data[: 8 * _SAMPLE_CHARACTERS]])
-        text = begin.decode("utf-8", "ignore")[:_SAMPLE_CHARACTERS]
-        self.samples[reason] = choose_samples([*samples, Sample(digest, text, value, source)])
+        [begin], _ = self.filter.mask([document.data[: 8 * SAMPLE_CHARACTERS]])
+        self.samples[reason] = choose_samples([*samples, Sample(digest, cut_sample(begin), value, source)])
 
     def result(self) -> FilteredText:
         """Return the text and the figures, after the files are written."""
         return FilteredText(self._kept.texts(), self.figures, self.samples)
-
-
-def choose_samples(samples: Iterable[Sample]) -> list[Sample]:
-    """Return the samples with the smallest hashes, one of each hash, in their order."""
-    return [*{sample.hash: sample for sample in sorted(samples)}.values()][:MAX_SAMPLES]

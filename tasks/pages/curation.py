@@ -28,8 +28,9 @@ def filter_page(
 ) -> Iterator[str]:
     """Show documents and bytes by rule and by source, removed documents of each rule, and histograms."""
     from lm.curate.document_filter import MIN_SCORE, DocumentFilter  # slow to import
-    from lm.curate.filtered_text import Sample, choose_samples, edges_of
+    from lm.curate.filtered_text import Sample, edges_of
     from lm.curate.rules import RULES, figure_of
+    from lm.curate.samples import choose_samples
 
     outputs = [*train, *valid]
     parts = [output.manifest["figures"] for output in outputs]

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 def decontaminate_page(out: "Attempt", before: "Output", train: "list[Output]") -> Iterator[str]:
     """Show how many documents share words with which protected text, and examples."""
-    from lm.curate.decontaminated_text import SharedSample, choose_samples  # slow to import
+    from lm.curate.decontaminated_text import SharedSample  # slow to import
+    from lm.curate.samples import choose_samples
 
     columns = ("documents that share words", "of", "share", "bytes", "of", "share")
     yield table(columns, [show_shares(out.figures["shared"], out.figures["read"])])

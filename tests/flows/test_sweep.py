@@ -20,6 +20,7 @@ from flows.plan import cached_run, plan
 from flows.sweep import make_report, sweep, sweep_stages
 from flows.sweep_config import SweepConfig
 from lm.common.errors import StorageError, UserError
+from lm.curate.rules import RULES
 from lm.experiments.axes import Axis
 from lm.experiments.config import LawConfig, SearchConfig
 from lm.experiments.trial import TrialConfig, TrialResult, make_result
@@ -185,6 +186,15 @@ def test_texts_and_tokenizers_may_vary(tmp_path: Path) -> None:
     assert output(tmp_path, record, "merge").manifest["figures"]["vocab_size"] == best
     model = ModelConfig(**{**BASE.model.__dict__, "vocab_size": best})
     assert int(rows[0]["parameters"]) == parameter_count(model)["total"]
+
+
+def test_what_is_filtered_may_vary(tmp_path: Path) -> None:
+    axes = [
+        Axis(cases=[{"text": "all"}, {"text": "long", "filter.rules": {**dict.fromkeys(RULES), "min_characters": 300}}])
+    ]
+    record = sweep(SweepConfig(name="filters", base=BASE, axes=axes), str(tmp_path))
+    assert [row["state"] for row in table(tmp_path, record)] == ["finished"] * 2
+    assert len(list(tmp_path.glob("encode/*/manifest.json"))) == 2, "each text has its own shards"
 
 
 SEARCH = SweepConfig(

@@ -1,16 +1,19 @@
 """The stage ``decontaminate``: training text that is also in the validation text, or in files."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+import pytest
 
 from flows.config import PipelineConfig
 from flows.pipeline import pipeline_stages
+from lm.common.errors import UserError
 from lm.curate.config import DecontaminateConfig
 from lm.text.config import ChunkConfig, DataConfig
-from tests.helpers.corpora import EOT, write_text
+from tests.helpers.corpora import EOT, write_jsonl, write_text
 from tests.helpers.local_executor import LocalExecutor, run_locally
 from tests.tasks.test_deduplicate import chunked_text, story
 
@@ -70,3 +73,16 @@ def test_what_is_protected_decides_what_reruns(tmp_path: Path) -> None:
     assert chunked_text(only_valid) == [story(0), story(1), QUIZ, "short"]
     off = replace(config, decontaminate=DecontaminateConfig())
     assert not off.decontaminate.is_on and "decontaminate" not in off.stage_names()
+
+
+def test_problems_of_a_task_are_protected(tmp_path: Path) -> None:
+    problem = {"question": QUESTION, "answer": "Nine are left.\n#### 9"}
+    url = write_jsonl(tmp_path / "gsm8k.jsonl", json.dumps(problem), '{"question": 3}')
+    config = make_config(tmp_path, files=[], validation=False, tasks={"gsm8k": [str(url)]})
+    executor = run(config, tmp_path)
+    assert chunked_text(executor) == [story(0), OF_VALIDATION, story(1), "short"]
+    assert f"| `gsm8k: {url}` | 1 |" in (executor.open("decontaminate")[-1].page or "")
+    with pytest.raises(UserError, match=r"decontaminate\.tasks has addition:1-2, whose problems are generated"):
+        run(make_config(tmp_path, tasks={"addition:1-2": [str(url)]}), tmp_path)
+    with pytest.raises(UserError, match=r"There is no task 'gsm8'.*did you mean 'gsm8k'"):
+        run(make_config(tmp_path, tasks={"gsm8": [str(url)]}), tmp_path)

@@ -70,8 +70,8 @@ def explain_command(options: Namespace) -> None:
     document = _find_document(options.text, options.document, config.data)
     scorer = None
     if chosen.score.wanted:
-        examples = (expand_urls(paths) for paths in (chosen.score.wanted, chosen.score.unwanted))
-        scorer, _ = fit_on_files(*examples, config.data, chosen.score)
+        wanted, unwanted = expand_urls(chosen.score.wanted), expand_urls(chosen.score.unwanted)
+        scorer, _ = fit_on_files(wanted, unwanted, config.data, chosen.score)
     print(format_verdicts(DocumentFilter(chosen, scorer).explain(document)))
 
 

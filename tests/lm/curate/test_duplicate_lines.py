@@ -18,7 +18,7 @@ from lm.curate import (
     pack_documents,
     sorted_runs,
 )
-from lm.curate.duplicate_lines import Unit
+from lm.curate.config import Unit
 
 pieces = st.sampled_from(["a", "b", "é", "\n", "\n\n", " ", "\r\n", "long line " * 8, "x" * 64, "\n" * 70])
 texts = st.lists(pieces, max_size=12).map("".join)

@@ -24,7 +24,8 @@ from lm.curate import (
 )
 from lm.curate.document_filter import DocumentFilter
 from lm.curate.document_reader import Document
-from lm.curate.filtered_text import MAX_SAMPLES, FilteredText, edges_of, filter_texts
+from lm.curate.filtered_text import FilteredText, edges_of, filter_texts
+from lm.curate.samples import MAX_SAMPLES
 from lm.curate.text_parts import TextPart
 from tests.helpers.corpora import EOT
 from tests.lm.curate.test_rules import FAILING, GOOD
