@@ -56,7 +56,10 @@ _SHORT_OPTIONS = {
 }
 """The options that ``COMMAND --help`` shows. Other commands have few options, and it shows all."""
 
-_PATHS = ("data.train", "data.valid", "dialogs.train", "dialogs.valid")
+_PATHS = (
+    *("data.train", "data.valid", "dialogs.train", "dialogs.valid"),
+    *("filter.score.wanted", "filter.score.unwanted", "decontaminate.files"),
+)
 
 
 class HelpFormatter(DefaultHelpFormatter):

@@ -261,11 +261,17 @@ def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         main(["run", "--help=all"])
     assert exit_info.value.code == 0
     text = capsys.readouterr().out
-    config = PipelineConfig()
-    for section in (field for field in fields(config) if is_dataclass(getattr(config, field.name))):
-        for option in fields(getattr(config, section.name)):
-            block = text.partition(f"--{section.name}.{option.name} ")[2].partition("\n  --")[0]
-            assert len(block.split()) > 4, f"{section.name}.{option.name} is not explained"
+
+    def check(prefix: str, config: Any) -> None:
+        for option in fields(config):
+            name, value = f"{prefix}{option.name}", getattr(config, option.name)
+            if is_dataclass(value):
+                check(f"{name}.", value)
+            elif prefix:
+                block = text.partition(f"--{name} ")[2].partition("\n  --")[0]
+                assert len(block.split()) > 4, f"{name} is not explained"
+
+    check("", PipelineConfig())
 
 
 def check_export(exported: Path, root: Path) -> None:
