@@ -14,8 +14,11 @@ from lm.text.sources import Source
 from lm.train.config import TrainConfig
 from tasks.train import train
 
-# Of one core, in bytes of text a second; docs/scale.md says how they were measured.
-_BYTES_PER_SECOND = {"ingest": 296e6, "chunk": 784e6, "count": 354e6, "encode": 221e6}
+# Of one core, in bytes of text a second; docs/scale.md and docs/curation.md say how they were measured.
+_CURATION_BYTES_PER_SECOND = {"filter": 25e6, "deduplicate": 60e6, "repeats": 20e6, "decontaminate": 30e6}
+_BYTES_PER_SECOND = {"ingest": 296e6, "chunk": 784e6, "count": 354e6, "encode": 221e6} | _CURATION_BYTES_PER_SECOND
+_LANGUAGE_BYTES_PER_SECOND = 7e6  # of a filter that identifies languages
+_CURATION_BYTES = 2e8  # what its stages hold
 _PROCESS_BYTES = 4e8  # Python, its libraries and Prefect
 
 
@@ -74,13 +77,18 @@ def _forecast_text(stage: str, config: PipelineConfig, inputs: TextInputs, share
     text_bytes, memory, disk = _text_bytes(sources), _PROCESS_BYTES, 0.0
     if stage == "ingest":  # plain text is read where it lies
         disk = _text_bytes([source for source in sources if _find_format(source) != ("text", "")])
+    elif stage in _CURATION_BYTES_PER_SECOND:  # at most: an earlier stage may leave less text
+        memory += _CURATION_BYTES
+        disk = text_bytes
     elif stage == "count":
         memory += min(config.execution.count_memory << 20, text_bytes)
         disk = 2 * _guess_pretokens(text_bytes)[1]  # of the groups, and their sum
     elif stage == "encode":
         bytes_per_token = max(1.0, 0.45 * math.log2(vocab_size) - 2.1)  # of English; 300 ids: 1.6; 10k: 4; 32k: 4.6
         disk = text_bytes / bytes_per_token * (2 if vocab_size <= 1 << 16 else 4)
-    seconds = text_bytes / _BYTES_PER_SECOND[stage] / config.execution.workers
+    has_languages = stage == "filter" and config.filter.languages
+    seconds = text_bytes / (_LANGUAGE_BYTES_PER_SECOND if has_languages else _BYTES_PER_SECOND[stage])
+    seconds /= config.execution.workers
     return Forecast(stage, memory, disk * share, seconds * share)
 
 

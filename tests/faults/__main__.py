@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.faults.bench import Bench
 from tests.faults.faults import FAULTS, list_cases
-from tests.faults.flows import PIPELINE, POSTTRAIN, TestedFlow
+from tests.faults.flows import CURATE, PIPELINE, POSTTRAIN, TestedFlow
 from tests.faults.rounds import Round, choose_case, run_round
 
 
@@ -44,14 +44,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     flows = parser.add_mutually_exclusive_group()
     flows.add_argument("--posttrain", action="store_true", help="the flow posttrain; default: the flow pipeline")
-    flows.add_argument("--dask", action="store_true", help="runs of pipeline on a Dask cluster, with their roots on S3")
+    flows.add_argument("--curate", action="store_true", help="the flow curate")
+    parser.add_argument("--dask", action="store_true", help="runs on a Dask cluster, with their roots on S3")
     parser.add_argument("--rounds", type=int, help="default: each case once")
     parser.add_argument("--seed", type=int, default=0, help="seed of the order and of the times")
     parser.add_argument("--first", type=int, default=0, help="number of the first round")
     parser.add_argument("--round", type=int, help="run only this round and print the output of its runs")
     parser.add_argument("--list", action="store_true", help="list the cases, and the excluded ones")
     options = parser.parse_args()
-    flow = POSTTRAIN if options.posttrain else PIPELINE
+    if options.dask and options.posttrain:
+        parser.error("--dask runs pipeline or curate; leave out --posttrain")
+    flow = POSTTRAIN if options.posttrain else CURATE if options.curate else PIPELINE
     cases = list_cases(flow, options.dask)
     if options.list:
         print("\n".join(f"{name} in {stage}" for stage, name in cases), list_excluded(flow), sep="\n")
@@ -79,7 +82,8 @@ def main() -> int:
             bench.close()
     failed = [result for result in rounds if result.problems]
     print(f"\n{table(flow, rounds)}\n\n{len(rounds)} rounds, {len(failed)} failed.")
-    command = "python -m tests.faults" + " --dask" * options.dask + " --posttrain" * options.posttrain
+    chosen = [name for name in ("dask", "posttrain", "curate") if getattr(options, name)]
+    command = " ".join(["python -m tests.faults", *(f"--{name}" for name in chosen)])
     for result in failed:
         print(f"{command} --seed {options.seed} --round {result.number}    {'; '.join(result.problems)}")
     return 1 if failed else 0

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
+from flows.curate import CurateStage
 from flows.posttrain import PosttrainStage
 from lm.text.demo_corpus import demo_stories
 from tests.helpers.deployed import STAGES, TINY
@@ -98,9 +99,39 @@ class Posttrain(TestedFlow):
         }
 
 
+class Curate(TestedFlow):
+    """All stages of the flow ``curate``. Stories come in four files, some of them twice, some nearly so."""
+
+    command = "curate"
+    stages = get_args(CurateStage)
+    source = "train.txt"
+
+    def write_inputs(self, home: Path) -> dict[str, Any]:
+        """Write stories, one file of them as plain text, and examples of wanted and unwanted text."""
+        stories = "".join(demo_stories(6000)).split("<|endoftext|>\n")[:-1]
+        copies = [story if number % 2 else f"{story} It was late." for number, story in enumerate(stories[:1000])]
+        spam = [f"BUY {number} pills now!!! Best price, click here, click here." for number in range(400)]
+        texts = "<|endoftext|>\n".join([*stories[:3000], *spam[:200]])
+        (home / self.source).write_text(f"{texts}<|endoftext|>\n", encoding="utf-8")
+        write_json_lines(home / "copies.jsonl", [{"text": text} for text in copies])
+        write_json_lines(home / "stories.jsonl", [{"text": text} for text in stories[3000:]])
+        write_json_lines(home / "wanted.jsonl", [{"text": text} for text in stories[:100]])
+        write_json_lines(home / "unwanted.jsonl", [{"text": text} for text in spam[200:]])
+        return {
+            "data": {"train": [str(home / name) for name in (self.source, "copies.jsonl", "stories.jsonl")]},
+            "filter": {
+                "rules": {"gopher_min_words": 10, "gopher_min_alphabetic_words": 0.5, "c4_min_sentences": 1},
+                "score": {"wanted": [str(home / "wanted.jsonl")], "unwanted": [str(home / "unwanted.jsonl")]},
+            },
+            "deduplicate": {"equal": True, "jaccard_threshold": 0.8, "repeats": "paragraph"},
+            "decontaminate": {"validation": True},
+        }
+
+
 PIPELINE = Pipeline()
 POSTTRAIN = Posttrain()
-ALL_STAGES = (*PIPELINE.stages, *POSTTRAIN.stages)
+CURATE = Curate()
+ALL_STAGES = (*PIPELINE.stages, *POSTTRAIN.stages, *CURATE.stages)
 _WORDS = ["amber", "blue", "crimson", "gold", "indigo", "jade", "lilac", "mauve", "navy", "olive", "pink", "scarlet"]
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.faults.bench import Bench
 from tests.faults.checks import check_outputs, compute_digests
 from tests.faults.faults import flip_bit, overwrite
-from tests.faults.flows import PIPELINE, POSTTRAIN, TestedFlow
+from tests.faults.flows import CURATE, PIPELINE, POSTTRAIN, TestedFlow
 from tests.faults.rounds import run_round
 
 pytestmark = pytest.mark.slow
@@ -58,6 +58,16 @@ def test_check_outputs_finds_a_changed_byte_and_a_missing_output(bench: Bench, t
 )
 def test_a_run_recovers_from_a_fault(bench: Bench, stage: str, fault: str) -> None:
     result = run_round(bench, seed=0, number=0, stage=stage, name=fault)
+    assert not result.problems, result.output
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("stage", "fault"), [("filter", "SIGKILL"), ("deduplicate", "S3 500"), ("repeats", "flip"), ("export", "disk full")]
+)
+def test_a_curation_recovers_from_a_fault(tmp_path: Path, stage: str, fault: str) -> None:
+    with start_bench(tmp_path, CURATE) as bench:
+        result = run_round(bench, seed=0, number=0, stage=stage, name=fault)
     assert not result.problems, result.output
 
 

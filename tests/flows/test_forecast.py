@@ -9,6 +9,7 @@ from flows.config import PipelineConfig
 from flows.forecast import plan_with_forecasts
 from flows.pipeline import pipeline
 from lm.common.errors import UserError
+from lm.curate.config import DecontaminateConfig, DeduplicateConfig, FilterConfig, RulesConfig
 from lm.text.config import DataConfig
 from textmill.cli.main import main
 
@@ -40,6 +41,19 @@ def test_each_stage_that_runs_has_a_forecast(config: PipelineConfig, tmp_path: P
     assert [*usual] == ["ingest", "chunk", "count", "merge", "encode", "train", "sample"]
     assert all(value is not None for row in usual.values() for value in row)
     assert usual["ingest"][1] == 0, "plain text is not copied"
+    curated = needs(
+        replace(
+            config,
+            filter=FilterConfig(RulesConfig()),
+            deduplicate=DeduplicateConfig(equal=True, repeats="line"),
+            decontaminate=DecontaminateConfig(validation=True),
+        )
+    )
+    added = ["filter", "deduplicate", "repeats", "decontaminate"]
+    assert [*curated] == ["ingest", *added, *[*usual][1:]]
+    assert all(value for name in added for value in curated[name])
+    english = needs(replace(config, filter=FilterConfig(RulesConfig(), languages=["en"])))
+    assert (english["filter"][2] or 0) > (curated["filter"][2] or 0), "languages take longer than rules"
     wider = needs(replace(config, model=replace(config.model, d_model=4 * config.model.d_model)))
     assert all(after > before for after, before in zip(wider["train"], usual["train"], strict=True) if after and before)
     assert needs(replace(config, budget="1m"))["train"] == (None, None, None)

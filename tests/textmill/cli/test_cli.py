@@ -8,7 +8,6 @@ import sqlite3
 import subprocess
 import threading
 from contextlib import closing
-from dataclasses import fields, is_dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -254,24 +253,6 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         main(["--version"])
     assert version("textmill") in capsys.readouterr().out
-
-
-def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        main(["run", "--help=all"])
-    assert exit_info.value.code == 0
-    text = capsys.readouterr().out
-
-    def check(prefix: str, config: Any) -> None:
-        for option in fields(config):
-            name, value = f"{prefix}{option.name}", getattr(config, option.name)
-            if is_dataclass(value):
-                check(f"{name}.", value)
-            elif prefix:
-                block = text.partition(f"--{name} ")[2].partition("\n  --")[0]
-                assert len(block.split()) > 4, f"{name} is not explained"
-
-    check("", PipelineConfig())
 
 
 def check_export(exported: Path, root: Path) -> None:

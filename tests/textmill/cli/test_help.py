@@ -1,5 +1,8 @@
 """The screen of commands, and a warm-up that shrinks with the steps."""
 
+from dataclasses import fields, is_dataclass
+from typing import Any
+
 import pytest
 
 from flows.config import PipelineConfig, merge_fields
@@ -29,3 +32,21 @@ def test_a_warm_up_that_nobody_set_shrinks_with_the_steps(capsys: pytest.Capture
     base = {"train": {"steps": 300, "warmup_steps": 30, "schedule": "cosine", "decay_fraction": 0.2}}
     for changes, warmup in (({"steps": 20}, 2), ({"steps": 20, "warmup_steps": 30}, 30), ({"batch_size": 3}, 30)):
         assert merge_fields(PipelineConfig, base, {"train": changes})["train"]["warmup_steps"] == warmup
+
+
+def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["run", "--help=all"])
+    assert exit_info.value.code == 0
+    text = capsys.readouterr().out
+
+    def check(prefix: str, config: Any) -> None:
+        for option in fields(config):
+            name, value = f"{prefix}{option.name}", getattr(config, option.name)
+            if is_dataclass(value):
+                check(f"{name}.", value)
+            elif prefix:
+                block = text.partition(f"--{name} ")[2].partition("\n  --")[0]
+                assert len(block.split()) > 4, f"{name} is not explained"
+
+    check("", PipelineConfig())
