@@ -53,7 +53,18 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{FINAL_MESSAGE_PREFIX}{error}", file=sys.stderr)
         codes = (code for code, kind in ERROR_EXIT_CODES.items() if isinstance(error, kind))
         return next(codes, INTERRUPTED_EXIT_CODE)
+    finally:
+        _flush_output()
     return 0
+
+
+def _flush_output() -> None:
+    """Write what is buffered. If the terminal is closed, drop it: else Python would end with the exit code 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def run_as_program() -> None:
@@ -63,8 +74,6 @@ def run_as_program() -> None:
         # A thread of torch's process group may abort the process while the interpreter ends (pytorch #190489), although
         # all is saved. Seen in 1 of 120 processes.
         logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(exit_code)
     sys.exit(exit_code)
 
