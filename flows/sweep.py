@@ -5,6 +5,7 @@ trial, which trains a model by the pipeline's stage ``train``.
 """
 
 import functools
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ def sweep_stages(config: SweepConfig, executor: Executor) -> None:
     if config.search:
         state.search(Search(config.search, config.axes))
     else:
-        state.train(config.points())
+        state.trials = state.train(config.points())
     try:
         state.check_trained()
         state.check_law()
@@ -92,7 +93,7 @@ class _Sweep:
             self._prepared[key] = training, outputs
         return self._prepared[key]
 
-    def train(self, points: Sequence[Point]) -> None:
+    def train(self, points: Sequence[Point]) -> list[Ref]:
         """Run the trials of points: one after the other, or as many at once as the machine or the cluster may."""
         for point in points:
             self.prepare(point)
@@ -111,11 +112,12 @@ class _Sweep:
                 refs = self.executor.map(trial, "trial", configs, *self.prepare(points[indices[0]])[0][:4])
                 trials |= dict(zip(indices, refs, strict=True))
         self.points += points
-        self.trials += [trials[index] for index in range(len(points))]
-        self.executor.finish(self.trials[-1])
-        for point, result in zip(points, map(self._read_result, self.trials), strict=True):
+        refs = [trials[index] for index in range(len(points))]
+        self.executor.finish(refs[-1])
+        for point, result in zip(points, map(self._read_result, refs), strict=True):
             if refusal := _describe_refusal(point, result):
                 self.executor.log("%s", refusal)
+        return refs
 
     def search(self, search: Search) -> None:
         """Run the trials of a search, each after the results of the earlier ones."""
@@ -200,16 +202,31 @@ class _Sweep:
             raise UserError(refusal)
 
     def find_mixture(self) -> None:
-        """Fit the law of a mixture, and find the best weights. Raises UserError if too few points are trained."""
+        """Fit the law of a mixture, find the best weights, and train on them and on others to check them.
+
+        Raises UserError if too few points are trained.
+        """
         mixture, base = self.config.mixture, self.config.base
         if mixture is None:
             return
         index = self.prepare(self.points[0])[0].shards_index
         mixes = [pipeline_config(point).data.mix_weights for point in self.points]
         limits = {name: weights["max_epochs"] for name, weights in base.data.mix_weights.items()}
-        tokens = mixture.target_tokens or base.train.steps * base.train.batch_size * base.model.context_length
-        arguments = self.trials, index, mixes, limits, float(tokens), mixture
-        self.mixture = [[self.executor.finish(self.executor.call(mixture_law, *arguments))]]
+        step_tokens = base.train.batch_size * base.model.context_length
+        steps = round(mixture.target_tokens / step_tokens) or base.train.steps
+        arguments = self.trials, index, mixes, limits, float(mixture.target_tokens or steps * step_tokens), mixture
+        law = self.executor.finish(self.executor.call(mixture_law, *arguments))
+        self.mixture = [[law]]
+        if not mixture.check_seeds:
+            return
+        names, mixtures = list(limits), self.executor.read(_read_json, law, "mixture.json")
+        points = []
+        for seed, (name, part) in itertools.product(range(mixture.check_seeds), mixtures["mixtures"].items()):
+            weight = dict(zip(mixtures["sources"], part["weights"], strict=True))
+            weights = [None if name == "natural" else round(weight[source], 4) for source in names]
+            settings = self.config.mix_settings(weights, steps) | {"train.seed": base.train.seed + seed}
+            points.append(self.config.point(settings, f"check with {name} weights"))
+        self.check = self.train(points)
 
     def _distance(self, point: Point, parameters: float) -> float:
         """Return how far the size of a point is from ``parameters``, as the logarithm of their ratio."""

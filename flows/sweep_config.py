@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -148,7 +148,9 @@ class SweepConfig(FlowConfig):
                 f"mixture.target has a weight of {unknown[0]}{did_you_mean(unknown[0], names)}; data.mix has no such "
                 "source."
             )
-        if mixture.runs < (needed := len(names) + 3):
+        from lm.curate.mixture_law import runs_needed  # slow to import
+
+        if mixture.runs < (needed := runs_needed(len(names), len(set(mixture.lengths))) + 1):
             raise UserError(
                 f"mixture.runs is {mixture.runs}; a law of {len(names)} sources that predicts each training from the "
                 f"others needs {needed}."
@@ -201,15 +203,22 @@ class SweepConfig(FlowConfig):
             return expand(self.axes)
         from lm.curate.mixture_law import design_weights  # slow to import
 
-        sources = self.base.data.named_sources
-        design = design_weights(self.mixture.runs - 1, len(sources), self.mixture.min_weight)
-        mixtures: list[list[float | None]] = [[None] * len(sources)]  # without weights: natural proportions
-        mixtures += [[*weights] for weights in design]
+        mixture, sources, steps = self.mixture, self.base.data.named_sources, self.base.train.steps
+        natural = [None] * len(sources)
+        mixtures = [natural, *design_weights(mixture.runs - 1, len(sources), mixture.min_weight)]
         limited = {f"data.mix.{name}.max_epochs": None for name, source in sources.items() if source.max_epochs}
         return [
-            {f"data.mix.{name}.weight": weight for name, weight in zip(sources, weights, strict=True)} | limited
-            for weights in mixtures
+            self.mix_settings(weights, max(1, round(length * steps))) | limited
+            for weights, length in zip(mixtures, itertools.cycle(mixture.lengths), strict=False)
         ]
+
+    def mix_settings(self, weights: Sequence[float | None], steps: int) -> Settings:
+        """Return the settings of a training with these weights of the sources. None: in natural proportions."""
+        settings: Settings = {
+            f"data.mix.{name}.weight": weight
+            for name, weight in zip(self.base.data.named_sources, weights, strict=True)
+        }
+        return settings | ({} if steps == self.base.train.steps else {"train.steps": steps})
 
     def point(self, settings: Settings, name: str) -> Point:
         """Return the point with these settings of the axes. Raises UserError, with its ``name``, if it is not valid."""

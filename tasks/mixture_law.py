@@ -1,5 +1,6 @@
 """Stage ``mixture_law``: fit the law of a mixture to the trials of a sweep, and find the best weights."""
 
+from dataclasses import asdict
 from typing import Any
 
 from lm.experiments.config import MixtureConfig
@@ -23,8 +24,8 @@ def mixture_law(
 ) -> None:
     """Write ``mixture.json``: the weights and losses of each finished trial, the law, and the best weights.
 
-    ``mixes`` has the weights of each trial. ``limits`` are the epochs that a source may have in a training of
-    ``tokens`` tokens.
+    ``mixes`` has the weights of each trial. The weights are for a training of ``tokens`` tokens. ``limits`` are the
+    epochs that a source may have there.
     """
     import numpy as np
 
@@ -40,8 +41,10 @@ def mixture_law(
     losses_RL = np.array([[results[number].source_bits_per_byte[name] for name in names] for number in finished])
     target = np.array([config.target.get(name, 0.0) if config.target else 1.0 for name in names])
     target /= target.sum()
-    law = fit_mixture_law(weights_RK, losses_RL)
-    left_out_RL = leave_one_out(weights_RK, losses_RL)
+    tokens_R = np.array([results[number].tokens for number in finished], float)
+    lengths_R = tokens_R / tokens_R.max(initial=1)
+    law = fit_mixture_law(weights_RK, losses_RL, lengths_R).at(tokens / tokens_R.max(initial=1))
+    left_out_RL = leave_one_out(weights_RK, losses_RL, lengths_R)
     high = np.array(
         [
             1.0 if (epochs := limits[source.name]) is None else min(1.0, epochs * source.train_tokens / tokens)
@@ -63,6 +66,7 @@ def mixture_law(
             "runs": [
                 {
                     "point": number + 1,
+                    "length": float(lengths_R[row]),
                     "weights": weights[number],
                     "losses": losses_RL[row].tolist(),
                     "left_out": left_out_RL[row].tolist(),
@@ -71,7 +75,8 @@ def mixture_law(
                 }
                 for row, number in enumerate(finished)
             ],
-            "law": {"irreducible": law.irreducible, "coefficients": law.coefficients},
+            "target_tokens": tokens,
+            "law": asdict(law),
             "left_out_error": float(np.mean(np.abs(predicted / measured - 1))),
             "mixtures": {
                 name: {

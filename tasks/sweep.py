@@ -25,9 +25,10 @@ def sweep(
 ) -> None:
     """Write ``table.csv``, ``curves.jsonl``, ``best.yaml``, and ``law.json`` if the sweep has a scaling law.
 
-    ``models`` are the trained models: the sweep needs their files, so ``textmill gc`` keeps them. The last point of the
-    report belongs to ``check``, the training that checks the law. With the law of a ``mixture``, ``best.yaml`` has the
-    weights that it found, and the best point is the one with the lowest target of the law.
+    ``models`` are the trained models: the sweep needs their files, so ``textmill gc`` keeps them. The last points of
+    the report belong to ``check``, the trainings that check the law. With the law of a ``mixture``, ``best.yaml`` has
+    the weights that it found, the best point is the longest one with the lowest target of the law, and
+    ``mixture.json`` has the losses of the checks.
     """
     results = [from_json(output.json("trial.json")) for output in (*trials, *check)]
     rows = table_rows(report, results)
@@ -40,7 +41,11 @@ def sweep(
     best = rank(results)[0]
     found: dict[str, Any] | None = mixture[0].json("mixture.json") if mixture else None
     if found:
-        best = min(found["runs"], key=lambda run: run["target"])["point"] - 1
+        best = min(found["runs"], key=lambda run: (-run["length"], run["target"]))["point"] - 1
+        for number, result in enumerate(results[len(trials) :]):  # for each seed, the mixtures in their order
+            if len(losses := result.source_bits_per_byte) == len(found["sources"]):
+                part = list(found["mixtures"].values())[number % len(found["mixtures"])]
+                part.setdefault("measured", []).append([losses[name] for name in found["sources"]])
     if results[best].state == "finished":
         config = {"name": f"{report.name}-best", **report.configs[best]}
         if found:

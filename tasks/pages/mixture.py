@@ -1,5 +1,6 @@
 """The section of a sweep's page about a mixture: the best weights, the law, and how well it predicts."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,8 +16,8 @@ def mixture_section(content: dict[str, Any]) -> Iterator[str]:
     target = ", ".join(f"{name} {100 * share:.3g} %" for name, share in zip(sources, content["target"], strict=True))
     yield (
         "### Mixture\n\nThe target is the mean bits per byte of the sources' validation texts, weighted: "
-        f"{target}. A law that is fitted without a training predicts its target with a mean error of "
-        f"**{100 * content['left_out_error']:.2f} %**."
+        f"{target}. The weights are for a training of {content['target_tokens']:,.0f} tokens. A law that is fitted "
+        f"without a training predicts its target with a mean error of **{100 * content['left_out_error']:.2f} %**."
     )
     header = ("mixture", *sources, "predicted target", *(f"predicted {name}" for name in sources))
     rows = [
@@ -24,6 +25,7 @@ def mixture_section(content: dict[str, Any]) -> Iterator[str]:
         for name, part in content["mixtures"].items()
     ]
     yield table(header, rows)
+    yield from _checks(content)
     limited = [
         f"{name} at {100 * high:.3g} %"
         for name, high, weight in zip(
@@ -33,10 +35,11 @@ def mixture_section(content: dict[str, Any]) -> Iterator[str]:
     ]
     if limited:
         yield f"`max_epochs` limits the weight of {', '.join(limited)}."
-    header = ("point", *sources, "target", "predicted without it", *sources)
+    header = ("point", "length", *sources, "target", "predicted without it", *sources)
     rows = [
         (
             run["point"],
+            f"{run['length']:.3g}",
             *_percents(run["weights"]),
             f"{run['target']:.4f}",
             f"{run['left_out_target']:.4f}",
@@ -48,11 +51,11 @@ def mixture_section(content: dict[str, Any]) -> Iterator[str]:
         header, rows
     )
     yield table(
-        ("bits per byte of", "irreducible", *(f"coefficient of {name}" for name in sources)),
+        ("bits per byte of", "irreducible", "exponent of length", *(f"coefficient of {name}" for name in sources)),
         [
-            (name, f"{irreducible:.4f}", *_figures(coefficients))
-            for name, irreducible, coefficients in zip(
-                sources, content["law"]["irreducible"], content["law"]["coefficients"], strict=True
+            (name, *_figures([irreducible, exponent, *coefficients]))
+            for name, irreducible, exponent, coefficients in zip(
+                sources, *(content["law"][part] for part in ("irreducible", "exponents", "coefficients")), strict=True
             )
         ],
     )
@@ -65,6 +68,34 @@ def mixture_section(content: dict[str, Any]) -> Iterator[str]:
     axes.plot(ends, ends, color="0.6", linewidth=1)
     axes.legend()
     yield embed_figure(figure, title)
+
+
+def _checks(content: dict[str, Any]) -> Iterator[str]:
+    """Show the losses of the trainings that check the mixtures, if there are any."""
+    measured = {name: np.array(part["measured"]) for name, part in content["mixtures"].items() if part.get("measured")}
+    if not measured:
+        return
+    rows = []
+    targets = {name: losses_SL @ np.array(content["target"]) for name, losses_SL in measured.items()}
+    for name, losses_SL in measured.items():
+        targets_S, predicted = targets[name], content["mixtures"][name]["target"]
+        error = f"± {targets_S.std(ddof=1) / math.sqrt(len(targets_S)):.4f}" if len(targets_S) > 1 else ""
+        above = targets_S.mean() / targets["found"].mean() - 1 if "found" in targets else math.nan
+        rows.append(
+            (
+                name,
+                len(targets_S),
+                f"{targets_S.mean():.4f} {error}",
+                f"{100 * above:+.2f} %",
+                f"{100 * (predicted / targets_S.mean() - 1):+.2f} %",
+                *_figures(losses_SL.mean(0)),
+            )
+        )
+    header = ("mixture", "trainings", "target", "above found", "predicted is off by", *content["sources"])
+    yield (
+        "Trainings with these weights, left out of the law: the mean of their targets and its standard error, and the "
+        "mean bits per byte of each source.\n\n" + table(header, rows)
+    )
 
 
 def _percents(weights: Sequence[float]) -> list[str]:

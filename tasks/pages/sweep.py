@@ -48,7 +48,7 @@ def sweep(
     if law:
         yield from _scaling_law(law[0].json("law.json"), page.results[len(trials) :], page.unit)
     if mixture:
-        yield from mixture_section(mixture[0].json("mixture.json"))
+        yield from mixture_section(out.read_json("mixture.json"))
     path = out.directory / "best.yaml"
     if path.exists():
         yield "### Best configuration\n\n`best.yaml` beside the table. To run it: `textmill run --config best.yaml`."

@@ -184,6 +184,7 @@ _CONTENTS: dict[str, Any] = {
         runs=_list(
             _record(
                 point=int,
+                length=(float, 1.0),
                 weights=list[float],
                 losses=list[float],
                 left_out=list[float],
@@ -191,9 +192,16 @@ _CONTENTS: dict[str, Any] = {
                 left_out_target=float,
             )
         ),
-        law=_record(irreducible=list[float], coefficients=list[list[float]]),
+        target_tokens=(float, 0.0),
+        law=_record(irreducible=list[float], coefficients=list[list[float]], exponents=(list[float], [])),
         left_out_error=float,
-        mixtures=dict[str, _record(weights=list[float], losses=list[float], target=float)],  # type: ignore[misc]
+        mixtures=GenericAlias(
+            dict,
+            (
+                str,
+                _record(weights=list[float], losses=list[float], target=float, measured=(list[list[float]], [])),
+            ),
+        ),
     ),
     "examples.json": _record(reward=str, damaged=list[str]),
 }

@@ -1,5 +1,6 @@
 """The sweep over mixtures: its points, its law, the weights in best.yaml, and what it refuses."""
 
+import csv
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ def test_a_sweep_finds_weights_and_its_runs_stay_cached(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"mixture": MixtureConfig(runs=4)}, r"mixture\.runs is 4; a law of 2 sources .* needs 5"),
+        ({"mixture": MixtureConfig(runs=5, lengths=[0.5, 1])}, r"mixture\.runs is 5; .* needs 6"),
         ({"mixture": MixtureConfig(target={"storys": 1.0})}, r"weight of storys \(did you mean 'stories'\?\)"),
         ({"mixture": MixtureConfig(min_weight=0.5)}, r"min_weight 0\.5 must be below 1 / 2"),
         ({"axes": [Axis("train.max_lr", [0.1])]}, "leave out axes, search and law"),
@@ -98,6 +100,34 @@ def test_a_wrong_mixture_sweep_is_a_user_error(tmp_path: Path, change: dict[str,
 def test_a_target_has_weights_of_which_one_is_above_0(target: dict[str, float]) -> None:
     with pytest.raises(UserError, match=r"mixture\.target is .*; it must have weights of at least 0"):
         MixtureConfig(target=target)
+
+
+@pytest.mark.parametrize("lengths", [[], [0.5], [0.0, 1.0], [1.0, 2.0]])
+def test_lengths_are_parts_of_the_steps(lengths: list[float]) -> None:
+    with pytest.raises(UserError, match=r"mixture\.lengths is .*; it must have parts of train\.steps above 0"):
+        MixtureConfig(lengths=lengths)
+
+
+@pytest.mark.slow
+def test_checks_train_on_the_weights_found_and_on_others(tmp_path: Path) -> None:
+    config = make_sweep(tmp_path, runs=6, lengths=[0.5, 1], target_tokens=3000, check_seeds=2)
+    config = replace(config, derive={"train.eval_interval": "train.steps"})
+    root = tmp_path / "root"
+    record = sweep(config, str(root))
+    output = read_output(RunContext(str(root), "").store, Ref("sweep", record["stages"]["sweep"]["key"]))
+    content, tokens = output.json("mixture.json"), BASE.train.batch_size * BASE.model.context_length
+    assert [run["length"] for run in content["runs"]] == [0.5, 1] * 3
+    assert content["target_tokens"] == 3000 and all(exponent > 0 for exponent in content["law"]["exponents"])
+    assert [len(part["measured"]) for part in content["mixtures"].values()] == [2, 2, 2]
+    assert list(content["mixtures"]) == ["found", "natural", "uniform"]
+    rows = [*csv.DictReader(output.path("table.csv").open())]
+    checks = [row for row in rows if int(row["point"]) > 6]
+    assert {row["train.steps"] for row in checks} == {str(round(3000 / tokens))}
+    assert sorted(row["train.seed"] for row in checks) == ["0"] * 3 + ["1"] * 3
+    best = PipelineConfig.load(output.path("best.yaml"))
+    assert best.train.steps == config.base.train.steps
+    assert output.page is not None and "above found" in output.page
+    assert cached_run(sweep_stages, config, str(root), None) is not None
 
 
 def test_options_inside_a_mapping_have_names_with_dots() -> None:

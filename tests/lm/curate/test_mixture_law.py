@@ -16,7 +16,7 @@ from lm.curate.mixture_law import (
     leave_one_out,
 )
 
-PLANTED = MixtureLaw([1.1, 0.6, 1.9], [[-1.2, 0.5, 0.2], [0.4, -0.9, 0.6], [0.1, 0.3, -2.0]])
+PLANTED = MixtureLaw([1.1, 0.6, 1.9], [[-1.2, 0.5, 0.2], [0.4, -0.9, 0.6], [0.1, 0.3, -2.0]], [0.3, 0.5, 0.2])
 FEW_EXAMPLES = settings(deadline=None, max_examples=20)
 
 
@@ -51,7 +51,28 @@ def test_a_fit_recovers_a_planted_law() -> None:
     assert np.abs(law.predict(others) / PLANTED.predict(others) - 1).max() < 1e-4
     assert np.allclose(law.irreducible, PLANTED.irreducible, atol=0.02)
     assert np.allclose(law.coefficients, PLANTED.coefficients, atol=0.05)
-    assert np.abs(leave_one_out(weights, PLANTED.predict(weights)) / PLANTED.predict(weights) - 1).max() < 1e-3
+    assert law.exponents == pytest.approx([0, 0, 0], abs=1e-12)
+    left_out = leave_one_out(weights, PLANTED.predict(weights), np.ones(16))
+    assert np.abs(left_out / PLANTED.predict(weights) - 1).max() < 1e-3
+
+
+def test_a_fit_to_several_lengths_predicts_longer_trainings() -> None:
+    weights, lengths = np.array(design_weights(16, 3, 0.02)), np.resize([0.25, 0.5, 1], 16)
+    losses = np.array([PLANTED.at(length).predict(row) for row, length in zip(weights, lengths, strict=True)])
+    law = fit_mixture_law(weights, losses, lengths)
+    others = np.array(design_weights(100, 3, 0.02))
+    assert np.abs(law.at(4).predict(others) / PLANTED.at(4).predict(others) - 1).max() < 1e-3
+    assert np.allclose(law.exponents, PLANTED.exponents, atol=0.01)
+    assert np.abs(leave_one_out(weights, losses, lengths) / losses - 1).max() < 1e-3
+    with pytest.raises(UserError, match="has 5 parameters and needs 6 finished trainings; there are 5"):
+        fit_mixture_law(weights[:5], losses[:5], lengths[:5])
+
+
+def test_a_law_at_another_length_has_the_same_irreducible_losses() -> None:
+    weights = np.array(design_weights(5, 3, 0.02))
+    rest = PLANTED.predict(weights) - PLANTED.irreducible
+    longer = PLANTED.at(4).predict(weights) - PLANTED.irreducible
+    assert np.allclose(longer, rest * 4.0 ** -np.array(PLANTED.exponents), rtol=1e-3)
 
 
 def test_a_fit_through_noise_predicts_the_planted_law() -> None:
@@ -76,7 +97,7 @@ def test_too_few_runs_are_a_user_error() -> None:
 )
 def test_the_best_weights_are_those_of_a_grid(coefficients: list[list[float]], high: list[float], low: float) -> None:
     """The reference tries all weights in steps of 1 / 60."""
-    law = MixtureLaw([0.5] * len(coefficients), coefficients)
+    law = MixtureLaw([0.5] * len(coefficients), coefficients, [0.0] * len(coefficients))
     target = np.arange(1, len(coefficients) + 1) / 3
     lows, highs = np.full(3, low), np.array(high)
     if highs.sum() < 1.1:
