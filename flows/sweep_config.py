@@ -204,8 +204,9 @@ class SweepConfig(FlowConfig):
         from lm.curate.mixture_law import design_weights  # slow to import
 
         mixture, sources, steps = self.mixture, self.base.data.named_sources, self.base.train.steps
-        natural = [None] * len(sources)
-        mixtures = [natural, *design_weights(mixture.runs - 1, len(sources), mixture.min_weight)]
+        design = design_weights(mixture.runs - 1, len(sources), mixture.min_weight)
+        mixtures: list[list[float | None]] = [[None] * len(sources)]
+        mixtures += [[*weights] for weights in design]
         limited = {f"data.mix.{name}.max_epochs": None for name, source in sources.items() if source.max_epochs}
         return [
             self.mix_settings(weights, max(1, round(length * steps))) | limited

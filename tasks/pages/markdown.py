@@ -25,6 +25,11 @@ def plain(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
+def shorten(text: str) -> str:
+    """Return the first 40 characters of a text, and a sign that there are more."""
+    return text if len(text) <= 40 else f"{text[:39]}…"
+
+
 def cell(value: Any) -> str:
     """Return a value as the text of a table cell, in one line. Prefect's UI takes a pipe after an odd number of
     backslashes as text."""

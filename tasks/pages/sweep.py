@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from tasks.pages.charts import embed_figure, new_figure
-from tasks.pages.markdown import plain, table
+from tasks.pages.markdown import plain, shorten, table
 from tasks.pages.mixture import mixture_section
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class _SweepPage:
 
 
 def _text(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else plain(value)
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else shorten(plain(value))
 
 
 def _drawn(value: Any) -> str:

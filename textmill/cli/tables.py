@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.forecast import Forecast
 from flows.prefect_support.deployments import LOCAL_POOL
-from tasks.pages.markdown import format_size
+from tasks.pages.markdown import format_size, shorten
 from tasks.pages.posttrain import percent_with_interval
 from tasks.pages.profile import compute_rows, describe, memory_rows, phase_rows
 from tasks.pages.tokenizer import compression_rows
@@ -239,11 +239,11 @@ def format_sweep(record: dict[str, Any]) -> str:
 
 
 def _shorten(text: str) -> str:
-    """Return a number with up to six digits, and other text unchanged."""
+    """Return a number with up to six digits, and other text with its first 40 characters."""
     try:
         return text if text.isdigit() else f"{float(text):.6g}"
     except ValueError:
-        return text
+        return shorten(text)
 
 
 def format_evaluation(result: "EvaluationResult") -> str:
