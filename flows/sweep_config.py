@@ -150,7 +150,7 @@ class SweepConfig(FlowConfig):
             )
         from lm.curate.mixture_law import runs_needed  # slow to import
 
-        if mixture.runs < (needed := runs_needed(len(names), len(set(mixture.lengths))) + 1):
+        if mixture.runs < (needed := runs_needed(len(names)) + 1):
             raise UserError(
                 f"mixture.runs is {mixture.runs}; a law of {len(names)} sources that predicts each training from the "
                 f"others needs {needed}."

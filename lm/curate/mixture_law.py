@@ -1,20 +1,21 @@
-"""The best weights of a mixture: a design of small trainings, a log-linear law of their losses, and its minimum.
+"""The best weights of a mixture: a design of small trainings, a law of their losses, and its minimum.
 
-The law of the validation loss of each source (Ye et al. 2024, "Data Mixing Laws"; also in Olmix, 2026) is
+The law of the validation loss of each source is a power law in the tokens that count for it:
 
-    loss = irreducible + length ** -exponent · exp(sum over the sources j of coefficient_j · weight_j)
+    loss = irreducible + (length · sum over the sources j of worth_j · weight_j) ** -exponent
 
-where the length of a training is its number of tokens, as a multiple of some training's (the power law of Hoffmann et
-al. 2022, for one model size). The weights add up to 1, so a factor before ``exp`` would be one coefficient too many:
-another length only adds a number to all coefficients. Such a loss is convex in the weights, and so is a weighted mean
-of several: its minimum on the simplex is found by projected gradients.
+The length of a training is its number of tokens, as a multiple of some training's. A token of a source counts for the
+loss of another one as much as it is worth there: the effective data of Hernandez et al. 2021 ("Scaling Laws for
+Transfer") in the law of Hoffmann et al. 2022, for one model size. Unlike a loss whose logarithm is linear in the
+weights (Ye et al. 2024, "Data Mixing Laws"), it is the same law for any length. It is convex in the weights, and so is
+a weighted mean of several: its minimum on the simplex is found by projected gradients.
 
-Legend: R runs, K sources (their weights), L losses (one for each validation text).
+Legend: R runs, K sources (their weights), L losses (one for each validation text), G places of a grid.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +24,11 @@ from lm.common.errors import UserError
 
 Array = npt.NDArray[np.float64]
 
-_GAPS = np.geomspace(1e-3, 1, 120)  # of the lowest loss above the irreducible one, as a part of the lowest loss
-_REFINEMENTS = 3
+_GAPS = np.geomspace(1e-3, 1, 40)  # of the lowest loss above the irreducible one, as a part of the lowest loss
+_EXPONENTS = np.geomspace(0.05, 2, 24)
+_SWEEPS = 100  # over the worths
+_MAX_MOVES = 1000  # from the best place of the grid
+_LEAST_WORTH = 1e-12  # of all sources together
 _MAX_STEPS = 20_000
 _TOLERANCE = 1e-12
 
@@ -34,20 +38,20 @@ class MixtureLaw:
     """The losses of a training of length 1 as functions of the weights of its sources."""
 
     irreducible: list[float]
-    """(L,): the part of each loss that no weights change."""
-    coefficients: list[list[float]]
-    """(L, K): by how much a weight changes the logarithm of the rest of a loss."""
+    """(L,): the part of each loss that no training changes."""
+    worths: list[list[float]]
+    """(L, K): how much a token of each source counts for each loss."""
     exponents: list[float]
-    """(L,): how fast the rest of each loss falls with the length; 0 if it was fitted to trainings of one length."""
+    """(L,): how fast the rest of each loss falls."""
 
     def predict(self, weights: Array) -> Array:
         """Return the losses of weights (..., K): (..., L)."""
-        return np.asarray(self.irreducible) + np.exp(weights @ np.asarray(self.coefficients).T)
+        counted = np.maximum(weights @ np.asarray(self.worths).T, _LEAST_WORTH)
+        return np.asarray(self.irreducible) + counted ** -np.asarray(self.exponents)
 
     def at(self, length: float) -> "MixtureLaw":
         """Return the law of trainings that are ``length`` times as long."""
-        shifts_L1 = math.log(length) * np.asarray(self.exponents)[:, None]
-        return replace(self, coefficients=(np.asarray(self.coefficients) - shifts_L1).tolist())
+        return replace(self, worths=(length * np.asarray(self.worths)).tolist())
 
 
 def design_weights(runs: int, sources: int, min_weight: float) -> list[list[float]]:
@@ -71,53 +75,94 @@ def design_weights(runs: int, sources: int, min_weight: float) -> list[list[floa
 def fit_mixture_law(weights_RK: Array, losses_RL: Array, lengths_R: Array | None = None) -> MixtureLaw:
     """Fit the law by least squares of the losses. ``lengths_R``: of the trainings; default: all the same.
 
-    At a given irreducible loss, the logarithm of the rest is linear in the weights and in the logarithm of the length.
-    Each logarithm counts by the square of the rest, so that errors count as errors of the loss. The irreducible loss is
-    searched, from 0 up to a little less than the lowest loss. Raises UserError for fewer runs than one more than a loss
-    has parameters.
+    At a given irreducible loss and exponent, the tokens that count are linear in the worths, which are at least 0. Each
+    of these equations counts by the slope of the loss there, so that errors count as errors of the loss. The
+    irreducible loss and the exponent are searched on a grid, and then all parameters together. Raises UserError for
+    fewer runs than one more than a loss has parameters.
     """
     runs, sources = weights_RK.shape
-    lengths_R = np.ones(runs) if lengths_R is None else lengths_R
-    if runs < (needed := runs_needed(sources, len(np.unique(lengths_R)))):
+    if runs < (needed := runs_needed(sources)):
         raise UserError(
             f"A law of {sources} sources has {needed - 1} parameters and needs {needed} finished trainings; "
             f"there are {runs}. Raise mixture.runs."
         )
-    terms = np.column_stack([weights_RK, -np.log(lengths_R)])
-    fitted = [_fit_loss(terms, losses_R) for losses_R in losses_RL.T]
+    lengths_R = np.ones(runs) if lengths_R is None else lengths_R
+    fitted = [_fit_loss(weights_RK * lengths_R[:, None], losses_R) for losses_R in losses_RL.T]
     return MixtureLaw(
-        [offset for offset, _ in fitted],
-        [factors[:-1].tolist() for _, factors in fitted],
-        [float(factors[-1]) for _, factors in fitted],
+        [fit.irreducible for fit in fitted],
+        [fit.worths_K.tolist() for fit in fitted],
+        [fit.exponent for fit in fitted],
     )
 
 
-def runs_needed(sources: int, lengths: int = 1) -> int:
+def runs_needed(sources: int) -> int:
     """Return the fewest trainings that a law can be fitted to: one more than it has parameters for a loss."""
-    return sources + 2 + (lengths > 1)
+    return sources + 3
 
 
-def _fit_loss(terms_RT: Array, losses_R: Array) -> tuple[float, Array]:
-    """Return the irreducible loss, and the factors of the terms of the exponent: the weights and the length."""
+class _Fit(NamedTuple):
+    error: float
+    """Sum of the squared errors of the loss."""
+    irreducible: float
+    exponent: float
+    worths_K: Array
+
+
+def _fit_loss(tokens_RK: Array, losses_R: Array) -> _Fit:
+    """Fit the law of a loss: the best place of a grid, and from there by Levenberg and Marquardt's method in the
+    logarithms of the parameters."""
     lowest = float(losses_R.min())
-    gaps, step = _GAPS, math.log(_GAPS[1] / _GAPS[0])
-    best: tuple[float, float, Array] = (math.inf, 0.0, np.zeros(terms_RT.shape[1]))
-    for _ in range(_REFINEMENTS):
-        for gap in gaps[gaps <= 1]:
-            best = min(best, _fit_rest(terms_RT, losses_R, lowest * (1 - float(gap))), key=lambda fit: fit[0])
-        gaps = max(1 - best[1] / lowest, _GAPS[0]) * np.exp(np.linspace(-step, step, 21))
-        step /= 10
-    return best[1], best[2]
+    grid = np.array([(lowest * (1 - gap), exponent) for gap in _GAPS for exponent in _EXPONENTS])
+    best, damping = _fit_worths(tokens_RK, losses_R, *grid.T), 1e-3
+    for _ in range(_MAX_MOVES):
+        counted_R = np.maximum(tokens_RK @ best.worths_K, _LEAST_WORTH)
+        rest_R = counted_R**-best.exponent
+        slopes_RP = np.column_stack(
+            [
+                np.full(len(losses_R), best.irreducible - lowest),
+                -best.exponent * np.log(counted_R) * rest_R,
+                -best.exponent * (rest_R / counted_R)[:, None] * tokens_RK * best.worths_K,
+            ]
+        )
+        matrix_PP, errors_R = slopes_RP.T @ slopes_RP, losses_R - best.irreducible - rest_R
+        damped_PP = matrix_PP + np.diag(damping * np.diagonal(matrix_PP) + _TOLERANCE)
+        change_P = np.exp(np.clip(np.linalg.solve(damped_PP, slopes_RP.T @ errors_R), -1, 1))
+        moved = _Fit(
+            0.0,
+            max(0.0, lowest - (lowest - best.irreducible) * float(change_P[0])),
+            best.exponent * float(change_P[1]),
+            best.worths_K * change_P[2:],
+        )
+        predicted_R = moved.irreducible + np.maximum(tokens_RK @ moved.worths_K, _LEAST_WORTH) ** -moved.exponent
+        moved = moved._replace(error=float(((losses_R - predicted_R) ** 2).sum()))
+        is_better = moved.error < best.error * (1 - _TOLERANCE)
+        best, damping = (moved, damping / 3) if is_better else (best, damping * 4)
+        if damping > 1e9:
+            break
+    return best
 
 
-def _fit_rest(terms_RT: Array, losses_R: Array, irreducible: float) -> tuple[float, float, Array]:
-    """Return the sum of squared errors of the best factors for an irreducible loss, that loss, and them."""
-    rest = losses_R - irreducible
-    solution = np.linalg.lstsq(terms_RT * rest[:, None], np.log(rest) * rest, rcond=None)[0]
-    factors = np.asarray(solution, np.float64)  # the smallest ones: 0 for the length if it never differs
-    with np.errstate(over="ignore"):
-        errors = np.exp(terms_RT @ factors) - rest
-    return float((errors**2).sum()), irreducible, factors
+def _fit_worths(tokens_RK: Array, losses_R: Array, irreducible_G: Array, exponents_G: Array) -> _Fit:
+    """Return the best fit of a grid of irreducible losses and exponents.
+
+    The worths minimize a quadratic form on the numbers of at least 0, one of them after the other.
+    """
+    rest_GR = losses_R - irreducible_G[:, None]
+    counted_GR = rest_GR ** (-1 / exponents_G[:, None])
+    slopes_GR = rest_GR / counted_GR  # times the exponent, which is the same for all runs
+    terms_GRK = slopes_GR[:, :, None] * tokens_RK
+    matrix_GKK = terms_GRK.transpose(0, 2, 1) @ terms_GRK
+    right_GK = (terms_GRK * rest_GR[:, :, None]).sum(1)
+    diagonal_GK = np.maximum(np.diagonal(matrix_GKK, axis1=1, axis2=2), 1e-300)
+    worths_GK = np.zeros_like(right_GK)
+    for _ in range(_SWEEPS):
+        for k in range(tokens_RK.shape[1]):
+            missing_G = right_GK[:, k] - (matrix_GKK[:, k] * worths_GK).sum(1)
+            worths_GK[:, k] = np.maximum(worths_GK[:, k] + missing_G / diagonal_GK[:, k], 0)
+    predicted_GR = np.maximum(worths_GK @ tokens_RK.T, _LEAST_WORTH) ** -exponents_G[:, None]
+    errors_G = ((predicted_GR - rest_GR) ** 2).sum(1)
+    best = int(np.nanargmin(errors_G))
+    return _Fit(float(errors_G[best]), float(irreducible_G[best]), float(exponents_G[best]), worths_GK[best])
 
 
 def leave_one_out(weights_RK: Array, losses_RL: Array, lengths_R: Array) -> Array:
@@ -143,7 +188,7 @@ def find_best_weights(law: MixtureLaw, target: Sequence[float], low: Array, high
             "max_epochs of data.mix, leave one out, or lower mixture.target_tokens."
         )
     low = np.minimum(low, high)
-    factors, coefficients = np.asarray(target, float), np.asarray(law.coefficients)
+    factors, worths_LK, exponents_L = (np.asarray(part, float) for part in (target, law.worths, law.exponents))
 
     def value(weights: Array) -> float:
         return float(law.predict(weights) @ factors)
@@ -151,7 +196,8 @@ def find_best_weights(law: MixtureLaw, target: Sequence[float], low: Array, high
     weights = _project(np.full(len(low), 1 / len(low)), low, high)
     size = 1.0
     for _ in range(_MAX_STEPS):
-        gradient = (factors * np.exp(coefficients @ weights)) @ coefficients
+        counted_L = np.maximum(worths_LK @ weights, _LEAST_WORTH)
+        gradient = -(factors * exponents_L * counted_L ** (-exponents_L - 1)) @ worths_LK
         moved = _project(weights - size * gradient, low, high)
         while value(moved) > value(weights) + gradient @ (moved - weights) + ((moved - weights) ** 2).sum() / (
             2 * size

@@ -59,19 +59,18 @@ class MixtureConfig(Config, section="mixture"):
 
     runs: int = bounded_field(16, ge=1)
     """Number of trainings: one with each source's share of the tokens as its weight, one with equal weights, and others
-    that fill the space of weights evenly. At least the number of sources plus three."""
+    that fill the space of weights evenly. At least the number of sources plus four."""
     lengths: list[float] = field(default_factory=lambda: [1.0])
-    """Parts of train.steps that the trainings take, in turn. With several, the law predicts longer trainings too, and
-    needs one training more."""
+    """Parts of train.steps that the trainings take, in turn. With several, the law predicts longer trainings
+    better."""
     min_weight: float = bounded_field(0.02, ge=0, lt=1)
     """Lowest weight of a source, in the trainings and in the result."""
     target: dict[str, float] = field(default_factory=dict)
     """Weight of the bits per byte of each source's validation text in the mean to minimize, by source; 0 for those left
     out. Default: all the same."""
     target_tokens: float = bounded_field(0.0, ge=0, lt=math.inf)
-    """Tokens of the training that the weights are for. With several lengths, the law predicts its losses. And
-    data.mix.NAME.max_epochs limits the weights there; the trainings of the sweep have no such limit. 0: as many as
-    train.steps have."""
+    """Tokens of the training that the weights are for. data.mix.NAME.max_epochs limits them there; the trainings
+    of the sweep have no such limit. 0: as many as train.steps have."""
     check_seeds: int = bounded_field(0, ge=0)
     """Number of trainings of target_tokens with the weights found, as many in natural proportions, and as many with
     equal weights, each with another seed, to compare them with each other and with the law. 0: none."""

@@ -51,11 +51,11 @@ def mixture_section(content: dict[str, Any]) -> Iterator[str]:
         header, rows
     )
     yield table(
-        ("bits per byte of", "irreducible", "exponent of length", *(f"coefficient of {name}" for name in sources)),
+        ("bits per byte of", "irreducible", "exponent", *(f"worth of {name}" for name in sources)),
         [
-            (name, *_figures([irreducible, exponent, *coefficients]))
-            for name, irreducible, exponent, coefficients in zip(
-                sources, *(content["law"][part] for part in ("irreducible", "exponents", "coefficients")), strict=True
+            (name, *_figures([irreducible, exponent]), *(f"{worth:.4g}" for worth in worths))
+            for name, irreducible, exponent, worths in zip(
+                sources, *(content["law"][part] for part in ("irreducible", "exponents", "worths")), strict=True
             )
         ],
     )

@@ -193,7 +193,7 @@ _CONTENTS: dict[str, Any] = {
             )
         ),
         target_tokens=(float, 0.0),
-        law=_record(irreducible=list[float], coefficients=list[list[float]], exponents=(list[float], [])),
+        law=_record(irreducible=list[float], worths=list[list[float]], exponents=list[float]),
         left_out_error=float,
         mixtures=GenericAlias(
             dict,

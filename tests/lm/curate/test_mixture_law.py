@@ -16,7 +16,7 @@ from lm.curate.mixture_law import (
     leave_one_out,
 )
 
-PLANTED = MixtureLaw([1.1, 0.6, 1.9], [[-1.2, 0.5, 0.2], [0.4, -0.9, 0.6], [0.1, 0.3, -2.0]], [0.3, 0.5, 0.2])
+PLANTED = MixtureLaw([1.1, 0.6, 1.9], [[2.5, 0.4, 0.2], [0.1, 1.5, 0.0], [0.3, 0.3, 6.0]], [0.3, 0.5, 0.25])
 FEW_EXAMPLES = settings(deadline=None, max_examples=20)
 
 
@@ -47,11 +47,10 @@ def test_the_design_fills_the_simplex_more_evenly_than_random_draws() -> None:
 def test_a_fit_recovers_a_planted_law() -> None:
     weights = np.array(design_weights(16, 3, 0.02))
     law = fit_mixture_law(weights, PLANTED.predict(weights))
-    others = np.random.default_rng(0).dirichlet(np.ones(3), 200)
-    assert np.abs(law.predict(others) / PLANTED.predict(others) - 1).max() < 1e-4
-    assert np.allclose(law.irreducible, PLANTED.irreducible, atol=0.02)
-    assert np.allclose(law.coefficients, PLANTED.coefficients, atol=0.05)
-    assert law.exponents == pytest.approx([0, 0, 0], abs=1e-12)
+    others = np.array(design_weights(100, 3, 0.02))
+    assert np.abs(law.predict(others) / PLANTED.predict(others) - 1).max() < 1e-3
+    assert np.allclose(law.irreducible, PLANTED.irreducible, atol=0.1)
+    assert np.allclose(law.exponents, PLANTED.exponents, atol=0.03)
     left_out = leave_one_out(weights, PLANTED.predict(weights), np.ones(16))
     assert np.abs(left_out / PLANTED.predict(weights) - 1).max() < 1e-3
 
@@ -62,17 +61,15 @@ def test_a_fit_to_several_lengths_predicts_longer_trainings() -> None:
     law = fit_mixture_law(weights, losses, lengths)
     others = np.array(design_weights(100, 3, 0.02))
     assert np.abs(law.at(4).predict(others) / PLANTED.at(4).predict(others) - 1).max() < 1e-3
-    assert np.allclose(law.exponents, PLANTED.exponents, atol=0.01)
+    assert np.allclose(law.exponents, PLANTED.exponents, atol=0.03)
     assert np.abs(leave_one_out(weights, losses, lengths) / losses - 1).max() < 1e-3
-    with pytest.raises(UserError, match="has 5 parameters and needs 6 finished trainings; there are 5"):
-        fit_mixture_law(weights[:5], losses[:5], lengths[:5])
 
 
 def test_a_law_at_another_length_has_the_same_irreducible_losses() -> None:
     weights = np.array(design_weights(5, 3, 0.02))
     rest = PLANTED.predict(weights) - PLANTED.irreducible
     longer = PLANTED.at(4).predict(weights) - PLANTED.irreducible
-    assert np.allclose(longer, rest * 4.0 ** -np.array(PLANTED.exponents), rtol=1e-3)
+    assert np.allclose(longer, rest * 4.0 ** -np.array(PLANTED.exponents))
 
 
 def test_a_fit_through_noise_predicts_the_planted_law() -> None:
@@ -84,21 +81,24 @@ def test_a_fit_through_noise_predicts_the_planted_law() -> None:
 
 
 def test_too_few_runs_are_a_user_error() -> None:
-    weights = np.array(design_weights(4, 3, 0.02))
-    with pytest.raises(UserError, match=r"needs 5 finished trainings; there are 4\. Raise mixture\.runs"):
+    weights = np.array(design_weights(5, 3, 0.02))
+    with pytest.raises(UserError, match=r"needs 6 finished trainings; there are 5\. Raise mixture\.runs"):
         fit_mixture_law(weights, PLANTED.predict(weights))
 
 
 @FEW_EXAMPLES
 @given(
-    st.lists(st.lists(st.floats(-4, 4), min_size=3, max_size=3), min_size=2, max_size=3),
+    st.lists(st.lists(st.floats(0.01, 9), min_size=3, max_size=3), min_size=2, max_size=3),
+    st.lists(st.floats(0.05, 2), min_size=3, max_size=3),
     st.lists(st.floats(0.2, 1), min_size=3, max_size=3),
     st.floats(0, 0.15),
 )
-def test_the_best_weights_are_those_of_a_grid(coefficients: list[list[float]], high: list[float], low: float) -> None:
+def test_the_best_weights_are_those_of_a_grid(
+    worths: list[list[float]], exponents: list[float], high: list[float], low: float
+) -> None:
     """The reference tries all weights in steps of 1 / 60."""
-    law = MixtureLaw([0.5] * len(coefficients), coefficients, [0.0] * len(coefficients))
-    target = np.arange(1, len(coefficients) + 1) / 3
+    law = MixtureLaw([0.5] * len(worths), worths, exponents[: len(worths)])
+    target = np.arange(1, len(worths) + 1) / 3
     lows, highs = np.full(3, low), np.array(high)
     if highs.sum() < 1.1:
         return
