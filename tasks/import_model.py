@@ -12,7 +12,7 @@ from tasks.runtime.store import Store
 
 def find_model_files(directory: Path, store: Store) -> list[Source]:
     """Return the files of a model in a local directory, with their digests."""
-    patterns = ("*.json", "*.safetensors", "*.pth", "*.model", "merges.txt")
+    patterns = ("*.json", "*.safetensors", "*.pth", "*.model", "merges.txt", "*.jinja")
     paths = sorted(str(path) for pattern in patterns for path in directory.resolve().glob(pattern) if path.is_file())
     if not paths:
         from lm.checkpoint.external_weights import refuse_other_formats

@@ -10,16 +10,15 @@ import torch
 
 from lm.checkpoint.external_weights import read_json_object, refuse_other_formats
 from lm.checkpoint.hugging_face import load_hugging_face
+from lm.checkpoint.hugging_face_chat import read_chat_settings
 from lm.checkpoint.meta import load_meta
 from lm.checkpoint.safe_load import refuse_lfs_pointer
 from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
-from lm.data.chat_template import END_TOKEN, has_chat_tokens, make_jinja_template
 from lm.files.json import read_json
 from lm.model.transformer import TransformerLM, shrink_vocabulary
 from lm.text.patterns import PATTERNS
 from lm.tokenizer.sentencepiece import SentencePieceTokenizer
-from lm.tokenizer.text_tokenizer import find_text_ends
 from lm.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -33,7 +32,8 @@ def load_external(
     The model is read as :func:`load_any_model` does, the tokenizer as :func:`load_any_tokenizer` does. Rows of the
     embedding and the head that only pad the vocabulary are removed, as are those of tokens that files of transformers
     add to another tokenizer's, with a warning. Added tokens that the embedding lacks are removed from the tokenizer,
-    with a warning. Raises UserError if a file is missing or damaged, or if model and tokenizer do not belong together.
+    with a warning. The tokenizer gets the chat template and the end tokens that Hugging Face's files name. Raises
+    UserError if a file is missing or damaged, or if model and tokenizer do not belong together.
     """
     model = load_any_model(directory, device, dtype=dtype)
     tokenizer, lost = _remove_tokens_without_rows(load_any_tokenizer(directory), model.config.vocab_size or 0)
@@ -46,6 +46,8 @@ def load_external(
             named,
         )
     shrink_vocabulary(model, tokenizer.size)
+    if isinstance(tokenizer, Tokenizer) and (directory / "config.json").exists():
+        tokenizer.chat = read_chat_settings(directory, tokenizer)
     return model, tokenizer
 
 
@@ -152,48 +154,6 @@ def _load_llama3(path: Path) -> Tokenizer:
     reserved = (f"reserved_special_token_{number}" for number in itertools.count())
     special_tokens = {f"<|{named.get(index) or next(reserved)}|>": first + index for index in range(256)}
     return Tokenizer.from_tiktoken(path, special_tokens, PATTERNS["llama3"])
-
-
-def warn_of_lost_settings(directory: Path, tokenizer: Tokenizer) -> None:
-    """Log which settings of ``directory`` an export with ``tokenizer`` lacks: textmill does not use them."""
-    if lost := find_lost_settings(directory, tokenizer):
-        log.warning(
-            "The export does not keep %s of %s. To keep them, copy them from its tokenizer_config.json, "
-            "generation_config.json and chat_template files.",
-            ", ".join(lost),
-            directory,
-        )
-
-
-def find_chat_template(directory: Path) -> Any:
-    """Return the chat template of Hugging Face's files: a Jinja text, or a list of several. None if there is none."""
-    if (path := directory / "chat_template.jinja").exists():
-        return path.read_text(encoding="utf-8", errors="replace")
-    about = _read(directory / "tokenizer_config.json")
-    return _read(directory / "chat_template.json").get("chat_template", about.get("chat_template"))
-
-
-def find_lost_settings(directory: Path, tokenizer: Tokenizer) -> list[str]:
-    """Return the names of the chat template, the end of a text and the generation settings if an export lacks them."""
-    about, config, generation = (
-        _read(directory / name) for name in ("tokenizer_config.json", "config.json", "generation_config.json")
-    )
-    own_template, own_end = None, find_text_ends(tokenizer)[1]
-    if has_chat_tokens(tokenizer):
-        own_template, own_end = make_jinja_template(tokenizer), END_TOKEN
-    lost = [] if find_chat_template(directory) in (None, own_template) else ["the chat template"]
-    end = about.get("eos_token")
-    end = end.get("content") if isinstance(end, dict) else end
-    ids = generation.get("eos_token_id", config.get("eos_token_id", []))
-    other_ids = [i for i in (ids if isinstance(ids, list) else [ids]) if i not in tokenizer.special_ids.values()]
-    if end is not None and end != own_end:
-        lost.append(f"the end token {end}")
-    elif other_ids:
-        lost.append(f"the end tokens with the ids {', '.join(map(str, other_ids))}")
-    others = {"bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config"}
-    if names := sorted(generation.keys() - others):
-        lost.append(f"the generation settings {', '.join(names)}")
-    return lost
 
 
 def _read(path: Path) -> dict[str, Any]:

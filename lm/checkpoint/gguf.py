@@ -11,7 +11,7 @@ from lm.checkpoint.external_weights import check_is_expressible, reorder_rotary_
 from lm.checkpoint.hugging_face import MODULE_NAMES, find_rotary
 from lm.checkpoint.hugging_face_config import EXPRESSIBLE_OPTIONS
 from lm.common.errors import UserError, translate_write_errors
-from lm.data.chat_template import END_TOKEN, has_chat_tokens, make_jinja_template
+from lm.data.chat_template import END_TOKEN, find_template
 from lm.files.atomic_dir import sync_path
 from lm.model.config import ModelConfig
 from lm.model.rope import rotary_frequencies
@@ -211,10 +211,12 @@ def _add_tokenizer_metadata(writer: "GGUFWriter", tokenizer: Tokenizer, config: 
     end_id = tokenizer.special_ids[end] if end else min(special_ids)
     writer.add_bos_token_id(tokenizer.special_ids[begin] if begin else end_id)
     # Dialogs in the chat template are trained without it.
-    writer.add_add_bos_token(tokenizer.begin_token is not None and not has_chat_tokens(tokenizer))
+    template = find_template(tokenizer)
+    writer.add_add_bos_token(tokenizer.begin_token is not None and template is None)
     writer.add_add_eos_token(False)
-    if has_chat_tokens(tokenizer):
-        end_id = tokenizer.special_ids[END_TOKEN]
+    if template:
+        end = END_TOKEN if template.is_own else template.tokens.get("eos_token", end)
+        end_id = tokenizer.added_ids.get(end or "", end_id)
         writer.add_eot_token_id(end_id)
-        writer.add_chat_template(make_jinja_template(tokenizer))
+        writer.add_chat_template(template.sources["default"])
     writer.add_eos_token_id(end_id)

@@ -22,6 +22,7 @@ from lm.checkpoint.external_weights import (
     translate_name,
     use_plain_names,
 )
+from lm.checkpoint.hugging_face_chat import chat_fields
 from lm.checkpoint.hugging_face_config import (
     ARCHITECTURES,
     BIAS_NAME,
@@ -32,10 +33,8 @@ from lm.checkpoint.hugging_face_config import (
 )
 from lm.checkpoint.safe_load import read_safetensors, save_safetensors
 from lm.common.errors import UserError, translate_write_errors
-from lm.data.chat_template import END_TOKEN, has_chat_tokens, make_jinja_template
 from lm.files.atomic_dir import atomic_directory, fill_directory
 from lm.model.transformer import TransformerLM
-from lm.tokenizer.text_tokenizer import find_text_ends
 from lm.tokenizer.tokenizer import Tokenizer
 
 MODULE_NAMES = {  # ours → Hugging Face's
@@ -115,8 +114,8 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
     exists and is empty, ``config.json`` last.
 
     A model with QK-norm becomes a Qwen3, one with biases a Qwen2, others a Llama; with experts, a Qwen3-MoE, a Mixtral
-    or, with sigmoid affinities, a GLM-4-MoE. The weights keep the model's dtype. Generation stops at any special token.
-    If the tokenizer has the tokens of the chat template, ``apply_chat_template`` works. The model card, ``README.md``,
+    or, with sigmoid affinities, a GLM-4-MoE. The weights keep the model's dtype. Generation stops at the tokenizer's
+    ``stop_ids``. If the tokenizer has a chat template, ``apply_chat_template`` works. The model card, ``README.md``,
     ends with ``details``, sections of Markdown. Raises UserError if ``directory`` is not new or empty, if that
     architecture lacks an option of the model, if the tokenizer has more ids than the model, or if it cannot be written.
     """
@@ -138,29 +137,19 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
         weights[translate_name(name, _module_names(experts))] = weight.cpu().contiguous()
     if experts:
         weights = _split_experts(weights, experts)
-    begin_token, end_token = find_text_ends(tokenizer)
-    template = {}
-    if has_chat_tokens(tokenizer):
-        end_token, template = END_TOKEN, {"chat_template": make_jinja_template(tokenizer)}
-    # Written even if null: the defaults of transformers are ids 1 and 2.
-    special_ids = {
-        "bos_token_id": tokenizer.special_ids.get(begin_token or ""),
-        "eos_token_id": [*tokenizer.special_ids.values()] or None,
-    }
+    tokenizer_fields, generation_fields = chat_fields(tokenizer)
     contents = {
         "config.json": {
             **config_fields(config, model_type),
             "torch_dtype": str(model.head_weight.dtype).removeprefix("torch."),
-            **special_ids,
+            **{name: generation_fields[name] for name in ("bos_token_id", "eos_token_id")},
         },
-        "generation_config.json": special_ids,
+        "generation_config.json": generation_fields,
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": begin_token,
-            "eos_token": end_token,
             "model_max_length": config.context_length,
             "clean_up_tokenization_spaces": False,
-            **template,
+            **tokenizer_fields,
         },
     }
     card = _MODEL_CARD.format(

@@ -1,16 +1,23 @@
-"""The chat template: dialogs as token ids, with special tokens that mark who speaks.
+"""Chat templates: dialogs as token ids. A model has its own template, or that of this project:
 
     <|system|>You are kind.<|end|><|user|>Hello!<|end|><|assistant|>Hi.<|end|>
 
-Content is encoded on its own as plain text, so no message can hold these tokens, whatever a user writes.
+All are Jinja, and all dialogs are rendered by them. The text of special tokens in a message is plain text, whatever a
+user writes: only the template itself writes special tokens.
 """
 
 import json
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
 
 from lm.common.errors import UserError
+from lm.data.dialog_writer import DialogWriter, split_generations
 from lm.data.dialogs import Message, find_role_problem
+from lm.data.jinja_template import ChatTemplate, render, render_foreign
 from lm.tokenizer.tokenizer import Tokenizer
 
 ROLE_TOKENS = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
@@ -27,10 +34,13 @@ class EncodedExample:
 
 
 def add_chat_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a tokenizer with the template's special tokens at the end of its vocabulary. Existing ids stay.
+    """Return a tokenizer with the special tokens of this project's template at the end of its vocabulary. Existing ids
+    stay. A tokenizer whose model has its own template is returned as it is.
 
-    Raises UserError if one of them is an ordinary token, which plain text could become.
+    Raises UserError if one of the tokens is an ordinary token, which plain text could become.
     """
+    if tokenizer.chat and tokenizer.chat.templates:
+        return tokenizer
     ordinary = set(tokenizer.vocab.values()) - {token.encode() for token in tokenizer.special_tokens}
     if taken := [token for token in CHAT_TOKENS if token.encode() in ordinary]:
         raise UserError(
@@ -42,45 +52,103 @@ def add_chat_tokens(tokenizer: Tokenizer) -> Tokenizer:
     return Tokenizer(*parts._replace(special_tokens=[*parts.special_tokens, *new_tokens]))
 
 
-def has_chat_tokens(tokenizer: Tokenizer) -> bool:
-    """Return whether the tokenizer has all special tokens of the template."""
-    return all(token in tokenizer.special_ids for token in CHAT_TOKENS)
+def find_template(tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Return the template of the model that a tokenizer belongs to: its own, or this project's if the tokenizer has the
+    special tokens. None if the model has not learned to chat."""
+    sources = tokenizer.chat.templates if tokenizer.chat else {}
+    if all(token in tokenizer.special_ids for token in CHAT_TOKENS):
+        own = make_jinja_template(tokenizer)
+        if sources.get("default", own) == own:
+            return ChatTemplate({"default": own}, {}, render)
+    if tokenizer.chat and "default" in sources:
+        return ChatTemplate(sources, tokenizer.chat.tokens, render_foreign)
+    return None
 
 
-def encode_dialog(tokenizer: Tokenizer, messages: Sequence[Message]) -> EncodedExample:
+def find_end_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids that end an answer in the template of the tokenizer."""
+    template = find_template(tokenizer)
+    return frozenset([tokenizer.special_ids[END_TOKEN]]) if template and template.is_own else tokenizer.stop_ids
+
+
+def written_end_id(tokenizer: Tokenizer) -> int:
+    """Return the id that the template of the tokenizer writes after an answer."""
+    dialog = [Message(role="user", content="?"), Message(role="assistant", content="!")]
+    return encode_answer(tokenizer, dialog)[1][-1]
+
+
+def encode_dialog(tokenizer: Tokenizer, messages: Sequence[Message], **variables: Any) -> EncodedExample:
     """Return the ids of a dialog that ends with the assistant. The targets are its answers and their end tokens, but
-    not those of answers with the weight 0.
+    not those of answers with the weight 0. ``variables`` are those of the template, such as ``tools``.
 
-    Raises UserError if the roles are out of order or the tokenizer lacks the template's tokens.
+    An answer begins where the template lets the model begin it, and ends with the first token that ends a generation. A
+    template with ``{% generation %}`` says itself where answers are. Raises UserError if the template refuses the
+    dialog, if it does not show where an answer is, or if there is no template.
     """
-    _check(tokenizer, messages, is_answered=True)
-    ids: list[int] = []
-    is_target: list[bool] = []
-    for message in messages:
-        content = [*tokenizer.encode(message["content"], allowed_special=()), tokenizer.special_ids[END_TOKEN]]
-        ids += [tokenizer.special_ids[ROLE_TOKENS[message["role"]]], *content]
-        is_learned = message["role"] == "assistant" and message.get("weight") != 0
-        is_target += [False, *[is_learned] * len(content)]
+    template = _check(tokenizer, messages, is_answered=True)
+    writer = DialogWriter(tokenizer, template, messages, variables)
+    text, spans = split_generations(writer.write(len(messages)))
+    ids = writer.encode(text)
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if spans and len(spans) != len(answers):
+        raise UserError(f"The chat template marks {len(spans)} answers of a dialog with {len(answers)}.")
+    ends = [*accumulate(len(tokenizer.vocab[token_id]) for token_id in ids)]  # in bytes
+    is_target = [False] * len(ids)
+    end_ids = find_end_ids(tokenizer)
+    for place, number in enumerate(answers):
+        if messages[number].get("weight") == 0:
+            continue
+        start = text[: spans[place][0]] if spans else writer.write_before(text, number)
+        first = bisect_right(ends, writer.count_bytes(start))
+        last = next((token for token in range(first, len(ids)) if ids[token] in end_ids), None)
+        if spans or last is None:
+            through = text[: spans[place][1]] if spans else writer.write_through(text, number)
+            last = bisect_right(ends, writer.count_bytes(through)) - 1
+        is_target[first : last + 1] = [True] * (last + 1 - first)
     return EncodedExample(ids, is_target)
 
 
-def encode_chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
-    """Return the ids of a dialog that ends with the user, up to the token that starts the assistant's answer.
+def encode_chat_prompt(
+    tokenizer: Tokenizer, messages: Sequence[Message], *, continues: bool = False, **variables: Any
+) -> list[int]:
+    """Return the ids of a dialog up to the place where the assistant's answer begins; if it ``continues`` an answer,
+    the dialog ends with the assistant and the ids end within its message. ``variables`` are those of the template.
 
-    Raises UserError if the roles are out of order or the tokenizer lacks the template's tokens.
+    Raises UserError if the template refuses the dialog, or if there is no template.
     """
-    _check(tokenizer, messages, is_answered=False)
-    answered = encode_dialog(tokenizer, [*messages, Message(role="assistant", content="")])
-    return answered.ids[:-1]
+    template = _check(tokenizer, messages, is_answered=continues)
+    writer = DialogWriter(tokenizer, template, messages, variables)
+    if continues:
+        return writer.encode(writer.write_begun())
+    return writer.encode(writer.write(len(messages), add_generation_prompt=True))
+
+
+def encode_answer(tokenizer: Tokenizer, messages: Sequence[Message], **variables: Any) -> tuple[list[int], list[int]]:
+    """Return the ids of a dialog up to its last answer, and those of the answer with its end, as a model writes it.
+
+    Raises UserError as :func:`encode_dialog` does.
+    """
+    template = _check(tokenizer, messages, is_answered=True)
+    writer = DialogWriter(tokenizer, template, messages, variables)
+    text, _ = split_generations(writer.write(len(messages)))
+    prompt = writer.write_before(text, len(messages) - 1)
+    answer = writer.encode(text[len(prompt) :])
+    ends = [place for place, token_id in enumerate(answer) if token_id in find_end_ids(tokenizer)]
+    return writer.encode(prompt), answer[: ends[0] + 1] if ends else answer
 
 
 def make_jinja_template(tokenizer: Tokenizer) -> str:
-    """Return the template as Hugging Face's ``chat_template``.
+    """Return the template of this project as Hugging Face's ``chat_template``.
 
     ``apply_chat_template`` then gives the same ids. It encodes special tokens in a message as such, so the template
     raises an error for a message that holds one, and for an unknown role.
     """
-    specials = ", ".join(json.dumps(token, ensure_ascii=False) for token in tokenizer.special_tokens)
+    return _make_jinja_template(tuple(tokenizer.special_tokens))
+
+
+@lru_cache(maxsize=8)
+def _make_jinja_template(special_tokens: tuple[str, ...]) -> str:
+    specials = ", ".join(json.dumps(token, ensure_ascii=False) for token in special_tokens)
     return (
         "{%- for message in messages %}"
         f"{{%- if message['role'] not in {list(ROLE_TOKENS)} %}}"
@@ -96,8 +164,10 @@ def make_jinja_template(tokenizer: Tokenizer) -> str:
     )
 
 
-def _check(tokenizer: Tokenizer, messages: Sequence[Message], is_answered: bool) -> None:
-    if not has_chat_tokens(tokenizer):
+def _check(tokenizer: Tokenizer, messages: Sequence[Message], is_answered: bool) -> ChatTemplate:
+    """Return the template. Roles and their order are those of a model's own template."""
+    if (template := find_template(tokenizer)) is None:
         raise UserError("The tokenizer has no chat template: its model was not trained to chat. Fine-tune it first.")
-    if problem := find_role_problem(messages, "assistant" if is_answered else "user"):
+    if template.is_own and (problem := find_role_problem(messages, "assistant" if is_answered else "user")):
         raise UserError(f"The dialog: {problem}.")
+    return template

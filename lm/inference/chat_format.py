@@ -14,9 +14,10 @@ The model's answer ends before the next ``User:`` line.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lm.common.errors import UserError
-from lm.data.chat_template import encode_chat_prompt, has_chat_tokens
+from lm.data.chat_template import encode_chat_prompt, find_template
 from lm.data.dialogs import Message
 from lm.hardware.device import explain_out_of_memory
 from lm.inference.completion import OUT_OF_MEMORY, TextGeneration, check_vocabulary, encode_prompt
@@ -37,25 +38,29 @@ _MAX_BATCH_SIZE = 32
 class ChatFormat:
     """The form of dialogs for the model of a tokenizer.
 
-    A tokenizer with the special tokens of :mod:`lm.data.chat_template` belongs to a model that was trained on that
-    template. Other models get the plain format.
+    It is the chat template of the model, see :func:`lm.data.chat_template.find_template`. A model without one gets the
+    plain format.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer
-        self._chat_tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) and has_chat_tokens(tokenizer) else None
+        self._chat_tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) and find_template(tokenizer) else None
         self.has_template = self._chat_tokenizer is not None
         self.stop = [] if self.has_template else [PLAIN_STOP]
-        """Texts that end an answer. In the template, a special token ends it."""
+        """Texts that end an answer. In a template, a token ends it."""
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Return the prompt's ids for the answer to ``messages``.
+    def encode(self, messages: Sequence[Message], *, continues: bool = False, **variables: Any) -> list[int]:
+        """Return the prompt's ids for the answer to ``messages``; or for the rest of the last message if it
+        ``continues``. ``variables`` are those of the template, such as ``tools``.
 
-        Raises UserError if the template requires another order of roles.
+        Raises UserError if the template refuses the dialog, or if there is none for ``variables``.
         """
         if self._chat_tokenizer:
-            return encode_chat_prompt(self._chat_tokenizer, messages)
-        return encode_prompt(self.tokenizer, render_plain(messages))
+            return encode_chat_prompt(self._chat_tokenizer, messages, continues=continues, **variables)
+        if variables:
+            raise UserError(f"The model has no chat template, so it cannot use {', '.join(variables)}.")
+        text = render_plain(messages[:-1]) + f" {messages[-1]['content']}" if continues else render_plain(messages)
+        return encode_prompt(self.tokenizer, text)
 
 
 class Answer:

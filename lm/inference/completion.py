@@ -81,7 +81,7 @@ class TextGeneration:
     """A generation, to be submitted to an engine, that calls ``on_text`` with each new piece of text, or collects them.
 
     Text that may be a part of a character or of a stop text is held back until the next tokens decide. The generation
-    ends at a special token or at a text in ``config.stop``.
+    ends at one of the tokenizer's ``stop_ids`` or at a text in ``config.stop``.
     """
 
     def __init__(
@@ -96,13 +96,20 @@ class TextGeneration:
         self.pieces: list[str] = []
         self._on_text = on_text or self.pieces.append
         self._stream = TextStream(tokenizer.vocab, config.stop)
-        stop_ids = frozenset(tokenizer.special_ids.values())
+        self._hidden_ids = frozenset(tokenizer.special_ids.values())
         self.generation = Generation(
-            prompt, config.max_new_tokens, config, stop_ids, seed, edits or LogitEdits(), on_token=self._on_token
+            prompt,
+            config.max_new_tokens,
+            config,
+            tokenizer.stop_ids,
+            seed,
+            edits or LogitEdits(),
+            on_token=self._on_token,
         )
 
     def _on_token(self, token_id: int) -> bool:
-        self._on_text(self._stream.add(token_id))
+        if token_id not in self._hidden_ids:  # a special token that ends nothing is no text
+            self._on_text(self._stream.add(token_id))
         return self._stream.is_stopped
 
     def finish(self) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lm.data.chat_template import END_TOKEN, encode_dialog
+from lm.data.chat_template import encode_dialog, find_end_ids
 from lm.data.dialogs import Dialog
 from lm.data.packing import has_target
 from lm.eval.evaluate import Response, ScoredResponse, Summary, score_responses, summarize
@@ -69,9 +69,14 @@ def compare_model(
     if reward:
         rollouts = answer_greedily(model, tokenizer, [problem.prompt for problem in problems], config.max_new_tokens)
         dialogs_of_problems = [PromptFormat().format(problem) for problem in problems]
-        end_id = tokenizer.special_ids[END_TOKEN]
+        end_ids = find_end_ids(tokenizer)
         responses = [
-            (index, Response(rollout.text, len(rollout.ids), "stop" if rollout.ids[-1:] == [end_id] else "length"))
+            (
+                index,
+                Response(
+                    rollout.text, len(rollout.ids), "stop" if end_ids.intersection(rollout.ids[-1:]) else "length"
+                ),
+            )
             for index, rollout in rollouts.items()
         ]
         scored = [*score_responses(problems, dialogs_of_problems, responses, reward)]

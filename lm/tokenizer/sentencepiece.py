@@ -40,6 +40,7 @@ class SentencePieceTokenizer:
         except ValueError as error:  # a piece is not UTF-8, or not a valid byte piece
             raise UserError(f"{path} is damaged: {error}.") from None
         self.special_ids = {pieces[token_id]: token_id for token_id in all_ids if self._model.is_control(token_id)}
+        self.stop_ids = frozenset(self.special_ids.values())
         self.begin_token = pieces[self.bos_id]
         self.space_ids = frozenset(token_id for token_id in all_ids if pieces[token_id].startswith(_SPACE))
 

@@ -29,7 +29,11 @@ class TextTokenizer(Protocol):
 
     @property
     def special_ids(self) -> dict[str, int]:
-        """The ids of special tokens, each of which ends a generation."""
+        """The ids of special tokens, which are no text."""
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The ids that end a generation."""
 
     @property
     def begin_token(self) -> str | None:

@@ -30,6 +30,7 @@ from lm.tokenizer.added_tokens import (
     split_and_normalize,
 )
 from lm.tokenizer.array_cache import TokenizerArrays, make_arrays
+from lm.tokenizer.chat_settings import ChatSettings
 from lm.tokenizer.config import MAX_SIZE
 from lm.tokenizer.fast_encoder import FastEncoder, can_encode
 from lm.tokenizer.formats import tiktoken, tokenizer_config, tokenizer_json, vocab_merges
@@ -60,6 +61,7 @@ class Tokenizer:
     each text; ``encode`` leaves it to the caller. Llama 3's ``<|begin_of_text|>`` is one by its name.
     ``character_tables``: the classes of all characters by which text is split, see :mod:`lm.text.character_tables`; by
     default those of the installed ``regex``. Files of other libraries get those of Unicode 16, as these libraries have.
+    ``chat``: what the files of a published model say about its dialogs.
 
     Raises UserError if the vocabulary lacks a token of the merges, an id is too large, or a token is invalid.
     """
@@ -78,8 +80,9 @@ class Tokenizer:
         added_tokens: Sequence[AddedToken] = (),
         begin_token: str | None = None,
         character_tables: str | None = None,
+        chat: ChatSettings | None = None,
     ) -> None:
-        options = ignore_merges, normalizer, added_tokens, begin_token, character_tables
+        options = ignore_merges, normalizer, added_tokens, begin_token, character_tables, chat
         self._set_options(TokenizerParts({}, [], special_tokens or (), resolve_patterns(pattern), *options))
         self.vocab, self.merges = dict(vocab), list(merges)
         ids, self.added_ids = number_tokens(self.vocab, self.added_tokens)
@@ -109,6 +112,7 @@ class Tokenizer:
         self.normalizer = check_normalizer(parts.normalizer)
         self.pattern = parts.pattern
         self.character_tables = parts.character_tables or installed_tables()
+        self.chat = parts.chat
         self.added_tokens = list_added_tokens(parts.special_tokens, parts.added_tokens)
         self.special_tokens = [token.content for token in self.added_tokens if token.special]
         begin = parts.begin_token
@@ -217,7 +221,8 @@ class Tokenizer:
         """The arguments that make this tokenizer."""
         options = self.special_tokens, self.pattern, self.ignore_merges, self.normalizer
         flagged = [token for token in self.added_tokens if token != AddedToken(token.content)]
-        return TokenizerParts(self.vocab, self.merges, *options, flagged, self.begin_token, self.character_tables)
+        tables = self.character_tables
+        return TokenizerParts(self.vocab, self.merges, *options, flagged, self.begin_token, tables, self.chat)
 
     def encode(self, text: str, allowed_special: Literal["all"] | Collection[str] = "all") -> list[int]:
         """Return the token ids of ``text``. Special tokens outside ``allowed_special`` are encoded as plain text.
@@ -361,6 +366,11 @@ class Tokenizer:
     def special_ids(self) -> dict[str, int]:
         """The ids of the special tokens."""
         return {special: self.added_ids[special] for special in self.special_tokens}
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The ids that end a generation: those that the model's files name, or else all special tokens."""
+        return frozenset((self.chat and self.chat.end_ids) or self.special_ids.values())
 
     @cached_property
     def _plain_encoder(self) -> PlainEncoder:

@@ -138,9 +138,9 @@ class DirectoryModel(ResolvedModel):
     @property
     def is_post_trained(self) -> bool:
         """Whether the files have a chat template. Raises UserError if they are damaged."""
-        from lm.checkpoint.external import find_chat_template
+        from lm.checkpoint.hugging_face_chat import find_chat_templates
 
-        return find_chat_template(self.directory) is not None
+        return bool(find_chat_templates(self.directory))
 
 
 def resolve_model(name: str, root: str) -> RunModel | DirectoryModel:

@@ -15,7 +15,7 @@ from flows.plan import cached_run, plan
 from flows.posttrain import PosttrainConfig, posttrain, posttrain_stages
 from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
-from lm.data.chat_template import has_chat_tokens
+from lm.data.chat_template import find_template
 from lm.eval import wilson_interval
 from lm.model.config import ModelConfig
 from lm.posttrain.config import (
@@ -126,7 +126,7 @@ def test_all_stages_run_once_and_each_page_shows_its_curves(
     assert isinstance(model, RunModel)
     assert (model.model.ref.stage, model.tokenizer.ref.stage) == ("reinforce", "base")
     loaded, loaded_tokenizer = load_trained(model.model, model.tokenizer, "cpu")
-    assert has_chat_tokens(loaded_tokenizer) and loaded.config.vocab_size == loaded_tokenizer.size
+    assert find_template(loaded_tokenizer) and loaded.config.vocab_size == loaded_tokenizer.size
 
 
 @pytest.mark.slow

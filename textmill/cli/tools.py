@@ -177,7 +177,6 @@ def teach_command(options: Namespace) -> None:
 
 def export_command(options: Namespace) -> None:
     """Write a model as a Hugging Face directory, or with ``--gguf`` as a file for llama.cpp."""
-    from lm.checkpoint.external import warn_of_lost_settings
     from lm.checkpoint.gguf import save_gguf
     from lm.checkpoint.hugging_face import save_hugging_face
     from lm.tokenizer.text_tokenizer import require_byte_level
@@ -191,8 +190,6 @@ def export_command(options: Namespace) -> None:
     else:
         details = training_details(resolved) if isinstance(resolved, RunModel) else ""
         save_hugging_face(model, tokenizer, path, details)
-    if isinstance(resolved, DirectoryModel):
-        warn_of_lost_settings(resolved.directory, tokenizer)
     reader = "llama.cpp" if options.gguf else "transformers' from_pretrained"
     print(f"Exported to {path}. {reader} can load it.")
 

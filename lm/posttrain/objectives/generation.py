@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lm.data.chat_template import END_TOKEN, encode_chat_prompt
+from lm.data.chat_template import encode_chat_prompt, find_end_ids
 from lm.data.dialogs import Message
 from lm.inference.completion import Completion
 from lm.inference.config import SampleConfig
@@ -68,7 +68,7 @@ def generate_rollouts(
     A response depends on its prompt and its seed only, not on the others. Without ``seeds`` it has the most likely
     tokens.
     """
-    end_id = tokenizer.special_ids[END_TOKEN]
+    end_ids = find_end_ids(tokenizer)
     # The gradient is of the distribution at the temperature 1.
     sampling = SampleConfig(temperature=0.0 if seeds is None else 1.0, top_p=1.0)
     runs = [
@@ -78,7 +78,7 @@ def generate_rollouts(
             sampling,
             seed=seed,
             wants_logprobs=True,
-            on_token=lambda token_id: token_id == end_id,
+            on_token=lambda token_id: token_id in end_ids,
         )
         for prompt, seed in zip(prompts, seeds or [0] * len(prompts), strict=True)
     ]
@@ -86,7 +86,7 @@ def generate_rollouts(
         # The trainer evaluates under autocast, but the keys and values in the engine's cache have the model's own type.
         with torch.autocast(model.token_embeddings.weight.device.type, enabled=False):
             generate(model, runs, _MAX_BATCH_SIZE)
-    texts = [tokenizer.decode(run.ids[:-1] if run.ids[-1:] == [end_id] else run.ids) for run in runs]
+    texts = [tokenizer.decode(run.ids[:-1] if end_ids.intersection(run.ids[-1:]) else run.ids) for run in runs]
     return [Rollout(list(run.prompt), run.ids, run.logprobs, text) for run, text in zip(runs, texts, strict=True)]
 
 

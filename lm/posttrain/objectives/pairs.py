@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lm.common.errors import UserError
 from lm.data.batches import shuffled_indices
-from lm.data.chat_template import encode_chat_prompt, encode_dialog
+from lm.data.chat_template import encode_answer
 from lm.data.dialogs import Message, PreferencePair
 from lm.distributed.process_group import all_reduce_mean, get_rank, get_world_size
 from lm.model.transformer import TransformerLM
@@ -139,6 +139,6 @@ class PairObjective(Objective):
 
 def encode_pair(tokenizer: Tokenizer, pair: PreferencePair) -> EncodedPair:
     """Return a pair as token ids in the chat template."""
-    prompt = encode_chat_prompt(tokenizer, pair.prompt)
     dialogs = ([*pair.prompt, Message(role="assistant", content=answer)] for answer in (pair.chosen, pair.rejected))
-    return EncodedPair(prompt, *(encode_dialog(tokenizer, dialog).ids[len(prompt) :] for dialog in dialogs))
+    (prompt, chosen), (_, rejected) = (encode_answer(tokenizer, dialog) for dialog in dialogs)
+    return EncodedPair(prompt, chosen, rejected)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lm.checkpoint.training_checkpoint import load_model
-from lm.data.chat_template import END_TOKEN
+from lm.data.chat_template import find_end_ids, written_end_id
 from lm.data.dialogs import PreferencePair
 from lm.eval.problems import Problem
 from lm.eval.reward_worker import RewardWorker
@@ -64,7 +64,7 @@ class PPO(RolloutObjective):
         super().__init__(config, 1, inputs, reward)
         self.config, self.reward_model = config, reward_model
         self.reference = deepcopy(inputs.model).requires_grad_(False)
-        self.end_id = inputs.tokenizer.special_ids[END_TOKEN]
+        self.end_ids, self.end_id = find_end_ids(inputs.tokenizer), written_end_id(inputs.tokenizer)
         # The first selects the best checkpoint: the true reward must not.
         self.metric_names = ("valid_learned_reward", *(("valid_reward",) if reward else ()), "valid_tokens")
         self._advantages: list[list[float]] = []
@@ -93,7 +93,7 @@ class PPO(RolloutObjective):
         room = self.reward_model.config.context_length - 1
         dialogs = []
         for prompt_ids, ids in responses:
-            dialog = prompt_ids + (ids[:-1] if ids[-1:] == [self.end_id] else ids)
+            dialog = prompt_ids + (ids[:-1] if self.end_ids.intersection(ids[-1:]) else ids)
             dialogs.append([*dialog[:room], self.end_id])
         return score_dialogs(self.reward_model, dialogs, self.micro_batch_size)
 

@@ -11,6 +11,7 @@ from lm.files.json import read_json
 from lm.text.character_tables import unpack_tables
 from lm.text.pretokenize import Pattern
 from lm.tokenizer.added_tokens import AddedToken
+from lm.tokenizer.chat_settings import ChatSettings
 
 FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 
@@ -27,6 +28,7 @@ class TokenizerParts(NamedTuple):
     added_tokens: Sequence[AddedToken] = ()  # those that are more than a special token's text
     begin_token: str | None = None
     character_tables: str | None = None  # see lm.text.character_tables
+    chat: ChatSettings | None = None
 
 
 def write_config(path: Path, parts: TokenizerParts) -> None:
@@ -37,6 +39,7 @@ def write_config(path: Path, parts: TokenizerParts) -> None:
 def format_config(parts: TokenizerParts) -> dict[str, Any]:
     """Return the options of a tokenizer: all but vocabulary and merges. Options with their defaults are left out."""
     options = parts._asdict() | {"added_tokens": [asdict(token) for token in parts.added_tokens]}
+    options["chat"] = asdict(parts.chat) if parts.chat else None
     del options["vocab"], options["merges"]
     return {name: value for name, value in options.items() if value or name in ("special_tokens", "pattern")}
 
@@ -67,6 +70,8 @@ def parse_config(config: Any) -> TokenizerParts:
         is_valid = False
     if not is_valid:
         raise ValueError("does not name special_tokens, pattern and other options")
+    if options["chat"] is not None:
+        options["chat"] = ChatSettings.parse(options["chat"])
     if options["character_tables"] is not None:
         unpack_tables(options["character_tables"])
     return TokenizerParts({}, [], specials, pattern, **options)

@@ -10,11 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lm.checkpoint.external import find_lost_settings, load_any_model, load_any_tokenizer, load_external
+from lm.checkpoint.external import load_any_model, load_any_tokenizer, load_external
 from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
 from lm.checkpoint.training_checkpoint import save_training
 from lm.common.errors import UserError
-from lm.data.chat_template import make_jinja_template
 from lm.inference.completion import complete, encode_prompt
 from lm.inference.config import SampleConfig
 from lm.inference.llama import Llama, LlamaTokenizer
@@ -31,7 +30,6 @@ from tests.helpers.llamas import (
     train_small_llama_tokenizer,
     write_meta,
 )
-from tests.helpers.posttraining import CHAT
 from tests.helpers.tokenizers import bytes_tokenizer, make_tokenizer
 
 PIECES = 320  # of the small SentencePiece tokenizer
@@ -189,43 +187,3 @@ def test_a_saved_tokenizer_keeps_a_pattern_that_tokenizer_json_cannot_express(tm
     Tokenizer({i: bytes([i]) for i in range(256)}, [], pattern="jieba").save(tmp_path)
     tokenizer: Any = load_any_tokenizer(tmp_path)
     assert tokenizer.pattern == "jieba"
-
-
-def add_fields(path: Path, fields: dict[str, Any]) -> None:
-    content = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(content | fields))
-
-
-@pytest.mark.parametrize("tokenizer", [CHAT, bytes_tokenizer(["<|endoftext|>"]), bytes_tokenizer([])])
-def test_an_export_of_an_export_loses_nothing(tmp_path: Path, tokenizer: Any) -> None:
-    save_hugging_face(make_model(tokenizer.size, 16), tokenizer, tmp_path / "model")
-    assert find_lost_settings(tmp_path / "model", tokenizer) == []
-    assert find_lost_settings(tmp_path, tokenizer) == [], "files of Meta have no settings"
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "lost"),
-    [
-        ("tokenizer_config.json", {"chat_template": "{{ messages }}"}, "the chat template"),
-        ("chat_template.json", {"chat_template": "{{ messages }}"}, "the chat template"),
-        ("tokenizer_config.json", {"eos_token": "<|im_end|>"}, "the end token <|im_end|>"),
-        ("tokenizer_config.json", {"eos_token": {"content": "</s>"}}, "the end token </s>"),
-        ("generation_config.json", {"eos_token_id": [256, 65, 66]}, "the end tokens with the ids 65, 66"),
-        ("generation_config.json", {"eos_token_id": 65}, "the end tokens with the ids 65"),
-        ("generation_config.json", {"top_p": 0.9, "temperature": 0.6, "transformers_version": "5"},
-         "the generation settings temperature, top_p"),
-    ],
-)  # fmt: skip
-def test_lost_settings_are_named(tmp_path: Path, name: str, fields: dict[str, Any], lost: str) -> None:
-    save_hugging_face(make_model(CHAT.size, 16), CHAT, tmp_path / "model")
-    add_fields(tmp_path / "model" / name, fields)
-    assert find_lost_settings(tmp_path / "model", CHAT) == [lost]
-
-
-@pytest.mark.parametrize(
-    ("text", "lost"), [("{{ 1 }}", ["the chat template"]), (make_jinja_template(CHAT), [])], ids=["other", "own"]
-)
-def test_the_template_may_have_a_file_of_its_own(tmp_path: Path, text: str, lost: list[str]) -> None:
-    save_hugging_face(make_model(CHAT.size, 16), CHAT, tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").write_text(text, encoding="utf-8")
-    assert find_lost_settings(tmp_path / "model", CHAT) == lost

@@ -13,7 +13,7 @@ from lm.data.chat_template import (
     add_chat_tokens,
     encode_chat_prompt,
     encode_dialog,
-    has_chat_tokens,
+    find_template,
     make_jinja_template,
 )
 from lm.text.pretokenize import END_OF_TEXT
@@ -31,7 +31,7 @@ def test_the_tokens_come_after_the_vocabulary(tokenizer: Tokenizer) -> None:
     assert [chat.special_ids[token] for token in CHAT_TOKENS] == list(range(tokenizer.size, tokenizer.size + 4))
     assert chat.vocab.items() >= tokenizer.vocab.items() and chat.merges == tokenizer.merges
     assert chat.special_tokens[: len(tokenizer.special_tokens)] == tokenizer.special_tokens
-    assert has_chat_tokens(chat) and not has_chat_tokens(tokenizer)
+    assert find_template(chat) and not find_template(tokenizer)
     assert add_chat_tokens(chat).vocab == chat.vocab
 
 

@@ -48,7 +48,7 @@ class Normalizing:
     """Encodes no space around a text."""
 
     size, vocab, special_ids, begin_token = TOKENIZER.size, TOKENIZER.vocab, TOKENIZER.special_ids, None
-    decode = TOKENIZER.decode
+    stop_ids, decode = TOKENIZER.stop_ids, TOKENIZER.decode
 
     def encode(self, text: str, allowed_special: tuple[()]) -> list[int]:
         return TOKENIZER.encode(text.strip(), allowed_special)

@@ -1,0 +1,154 @@
+"""Write a dialog and its beginnings by a chat template, and encode them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import regex
+
+from lm.common.errors import UserError
+from lm.data.dialogs import Message
+from lm.data.jinja_template import GENERATION_MARKS, ChatTemplate
+from lm.tokenizer.tokenizer import Tokenizer
+
+_MARKS = [chr(code) for code in range(0xFDD0, 0xFDDE)]  # no characters of Unicode: they are in no usual text
+
+
+class DialogWriter:
+    """Writes a dialog and its beginnings. In the messages, a mark splits the text of each special token, so that it is
+    not encoded as one; the mark itself is not encoded."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any],
+    ) -> None:
+        self._tokenizer, self._template = tokenizer, template
+        texts = [*_texts([messages, variables])]
+        self._mark = next((mark for mark in _MARKS if not any(mark in text for text in texts)), None)
+        self._specials = _find_specials(tuple(tokenizer.special_tokens))
+        if self._mark is None or any(mark in text for text in texts for mark in GENERATION_MARKS):
+            raise UserError("A message has characters from U+FDD0 on, which are no characters; remove them.")
+        self._messages = _map_texts(self._split_specials, list(messages))
+        self._variables = _map_texts(self._split_specials, dict(variables))
+
+    def write(self, count: int, **variables: Any) -> str:
+        """Return the text of the first ``count`` messages."""
+        return self._template.write(self._messages[:count], **{**self._variables, **variables})
+
+    def write_begun(self) -> str:
+        """Return the text up to the end of the last message's content."""
+        text, [(_, end)] = split_generations(self._write_marked(len(self._messages) - 1))
+        return text[:end]
+
+    def write_before(self, text: str, number: int) -> str:
+        """Return the part of a dialog's ``text`` before the answer of message ``number``: as much of the prompt for the
+        answer as the dialog has too; or all before its content, if the prompt has other messages in other words."""
+        before, asking = (
+            split_generations(self.write(number, add_generation_prompt=flag))[0] for flag in (False, True)
+        )
+        if text.startswith(asking):
+            return asking
+        pairs = zip(text, asking, strict=False)
+        common = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), len(text))
+        if common >= len(before):
+            return text[:common]
+        unmarked, [(start, _)] = split_generations(self._write_marked(number))
+        if unmarked != text:
+            raise UserError(
+                f"The chat template changes the text of message {number}, so its place is not known. Use "
+                "a template with {% generation %}."
+            )
+        return text[:start]
+
+    def write_through(self, text: str, number: int) -> str:
+        """Return the part of a dialog's ``text`` up to the end of message ``number``."""
+        through = split_generations(self.write(number + 1))[0]
+        if not text.startswith(through):
+            raise UserError(
+                f"The chat template ends message {number}, an answer, without a token that ends a generation. Use a "
+                "template with {% generation %}."
+            )
+        return through
+
+    def _write_marked(self, number: int) -> str:
+        """Return the text of all messages, with marks around the content of one."""
+        begin, end = GENERATION_MARKS
+        messages = [*self._messages]
+        messages[number] = {**messages[number], "content": f"{begin}{messages[number]['content']}{end}"}
+        text = self._template.write(messages, **self._variables)
+        if len(split_generations(text)[1]) != 1:
+            raise UserError(f"The chat template does not show message {number} once, so its place is not known.")
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a rendered text."""
+        mark = self._mark
+        if mark is None or mark not in text:
+            return self._tokenizer.encode(text)
+        ids: list[int] = []
+        for part in self._specials.split(text) if self._specials else [text]:
+            if part in self._tokenizer.special_ids:
+                ids.append(self._tokenizer.special_ids[part])
+            else:
+                ids += self._tokenizer.encode(part.replace(mark, ""), allowed_special=())
+        return ids
+
+    def count_bytes(self, text: str) -> int:
+        """Return the number of bytes of the tokens of a beginning of a rendered text."""
+        return len(self._tokenizer.decode_bytes(self.encode(text)))
+
+    def _split_specials(self, text: str) -> str:
+        """Return a message's text with the mark inside each special token."""
+        while self._specials and (match := self._specials.search(text)):
+            if len(match[0]) == 1:
+                raise UserError(f"A message has the character {match[0]!r}, which is a special token of the model.")
+            text = text[: match.start() + 1] + (self._mark or "") + text[match.start() + 1 :]
+        return text
+
+
+@lru_cache(maxsize=8)
+def _find_specials(special_tokens: tuple[str, ...]) -> "regex.Pattern[str] | None":
+    longest_first = sorted(special_tokens, key=len, reverse=True)
+    return regex.compile(f"({'|'.join(map(regex.escape, longest_first))})") if special_tokens else None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts([*value, *value.values()])
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _texts(part)
+
+
+def _map_texts(change: Callable[[str], str], value: Any) -> Any:
+    """Return a JSON value with changed texts."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key): _map_texts(change, part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_map_texts(change, part) for part in value]
+    return value
+
+
+def split_generations(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """Return a rendered text without the marks of ``{% generation %}``, and where they were."""
+    begin, end = GENERATION_MARKS
+    parts: list[str] = []
+    spans: list[tuple[int, int]] = []
+    length = start = 0
+    for part in regex.split(f"([{GENERATION_MARKS}])", text):
+        if part == begin:
+            start = length
+        elif part == end:
+            spans.append((start, length))
+        else:
+            parts.append(part)
+            length += len(part)
+    return "".join(parts), spans
