@@ -110,7 +110,7 @@ def _read_dialog(field: str, row: Row, has_tools: bool) -> Dialog:
 
 def _read_exchange(asked: tuple[str, ...], answer: str, row: Row, has_tools: bool) -> Dialog:
     """Return the dialog of a question, in one field or in several, and its answer."""
-    if isinstance(row.get("label"), bool):
+    if str(row.get("label")).lower() in ("true", "false", "1", "0"):
         raise ValueError("it has a label, as rows for KTO; keep the rows whose label is true, and remove the field")
     messages = [*_read_history(row), *_ask(asked, row), *_as_messages(row[answer], answer, "assistant")]
     return _make_dialog(messages, row, has_tools, None if "question" in asked else row.get("question"))
@@ -192,7 +192,10 @@ def _with_system(messages: Messages, row: Row) -> Messages:
 def _read_history(row: Row) -> Messages:
     """Return the messages of earlier turns, which Alpaca's rows may have: a list of questions with their answers."""
     messages: Messages = []
-    for index, turn in enumerate(read_json_text(row.get("history"), "history") or ()):
+    turns = read_json_text(row.get("history"), "history") or []
+    if not isinstance(turns, list):
+        raise ValueError(f"history must be a list of questions with their answers, not {reprlib.repr(turns)}")
+    for index, turn in enumerate(turns):
         match turn:
             case [str(asked), str(answered)]:
                 messages += ({"role": "user", "content": asked}, {"role": "assistant", "content": answered})
