@@ -95,6 +95,21 @@ def find_form(row: Row) -> Form | None:
     return next((form for form in FORMS if all(_is_there(row, name) for name in form.required)), None)
 
 
+def read_question(row: Row) -> str:
+    """Return the question of a row, without an answer: its prompt, question, problem, or instruction with its input.
+
+    It is a text, or the only message of a dialog. Raises ValueError with the reason if there is none, or a system
+    message or an earlier turn, for which a problem has no room.
+    """
+    for asked in (("prompt",), ("question",), ("problem",), ("instruction", "input")):
+        if _is_there(row, asked[0]):
+            messages = _ask(asked, row)
+            if [message["role"] for message in messages] != ["user"]:
+                raise ValueError(f"{asked[0]} must be a text or one message of the user, to be a problem")
+            return str(messages[0]["content"])
+    raise ValueError("no prompt, question, problem or instruction")
+
+
 def _is_there(row: Row, name: str) -> bool:
     value = row.get(name)
     if name == "tools":
