@@ -8,7 +8,7 @@ import logging
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from lm.data.dialog_messages import read_json_text, read_messages, read_text, read_tools
@@ -49,8 +49,7 @@ class RowParser:
     def __init__(self, has_tools: bool = False) -> None:
         self._has_tools = has_tools
         self._counts: Counter[Form] = Counter()
-        self._fields: dict[Form, dict[str, None]] = {}  # of the rows, in the order in which they came
-        self._unused: dict[str, None] = {}
+        self._fields: dict[Form, dict[str, None]] = {}  # known ones that the rows of a form have
 
     def parse(self, row: Row) -> Example:
         """Return the dialog or the pair of a row.
@@ -59,16 +58,15 @@ class RowParser:
         the two answers of a pair are equal. Unless ``has_tools``, a row is damaged as well if it has tools, tool calls
         or reasoning.
         """
-        form = find_form(row)
+        there = tuple(name for name in _KNOWN_FIELDS if _is_there(row, name))
+        form = _find_form(there)
         if form is None:
             raise ValueError(self._explain_no_form(row))
         has_tools = self._has_tools and "tools" in form.fields
         refuse_fields(row, has_tools)
-        read = {name: row[name] for name in form.fields if _is_there(row, name)}
-        example = form.read(read, has_tools)
+        example = form.read({name: row[name] for name in there if name in form.fields}, has_tools)
         self._counts[form] += 1
-        self._fields.setdefault(form, {}).update(dict.fromkeys(read))
-        self._unused |= dict.fromkeys(name for name in _KNOWN_FIELDS if name not in read and _is_there(row, name))
+        self._fields.setdefault(form, {}).update(dict.fromkeys(there))
         return example
 
     def describe(self) -> str:
@@ -77,8 +75,9 @@ class RowParser:
         for form, count in self._counts.items():
             fields = ", ".join(name for name in form.fields if name in self._fields[form])
             forms.append(f"{form.name} ({fields})" + (f": {count:,}" if len(self._counts) > 1 else ""))
-        unused = f"; not used: {', '.join(self._unused)}" if self._unused else ""
-        return "; ".join(forms) + unused
+        names = (name for form, there in self._fields.items() for name in there if name not in form.fields)
+        unused = ", ".join(dict.fromkeys(names))
+        return "; ".join(forms) + (f"; not used: {unused}" if unused else "")
 
     def _explain_no_form(self, row: Row) -> str:
         if self._counts:  # the row is one of a file of them
@@ -90,9 +89,10 @@ class RowParser:
         return f"its fields with a value are {there or 'none'}; it needs those of a form, such as {common}"
 
 
-def find_form(row: Row) -> Form | None:
-    """Return the first form whose required fields a row has."""
-    return next((form for form in FORMS if all(_is_there(row, name) for name in form.required)), None)
+@cache
+def _find_form(fields: tuple[str, ...]) -> Form | None:
+    """Return the first form whose required fields are there."""
+    return next((form for form in FORMS if {*form.required} <= {*fields}), None)
 
 
 def read_question(row: Row) -> str:

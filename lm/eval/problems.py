@@ -74,8 +74,8 @@ def load_task(
     """Return the task of a name: generated, or read from ``files``.
 
     ``addition`` of two- and three-digit numbers, ``addition:1-3`` of numbers with one to three digits, and
-    ``reasoning-gym:DATASET`` are generated from ``split`` and ``seed``, 200 problems by default. gsm8k, math, mmlu, words
-    and answers are read, at most ``count`` problems, by default all.
+    ``reasoning-gym:DATASET`` are generated from ``split`` and ``seed``, 200 problems by default. gsm8k, math, mmlu,
+    words and answers are read, at most ``count`` problems, by default all.
 
     Raises UserError for an unknown name, for files of a generated task, and as :func:`read_task` and
     :func:`make_reasoning_gym_task` do.

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.data.dialog_formats import FORMS, RowParser, find_form, read_dialogs
+from lm.data.dialog_formats import FORMS, RowParser, read_dialogs
 from lm.data.dialogs import Dialog, Message, PreferencePair
 from lm.text.rows import DamagedRows
 from tests.helpers.examples import examples
@@ -234,10 +234,9 @@ def test_damaged_rows(row: Row, reason: str) -> None:
         RowParser().parse(row)
 
 
-def test_each_form_is_found_by_its_fields_before_those_that_need_fewer() -> None:
-    for form in FORMS:
-        assert find_form(dict.fromkeys(form.required, [])) is form
-    assert find_form({}) is None
+def test_a_form_is_not_hidden_by_one_before_it() -> None:
+    for index, form in enumerate(FORMS):
+        assert not [other.name for other in FORMS[:index] if {*other.required} <= {*form.required}]
 
 
 def test_the_forms_of_a_file_are_logged_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
