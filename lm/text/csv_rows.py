@@ -69,7 +69,5 @@ class _Lines(Iterator[str]):
 
 def _name_cells(names: list[str], cells: list[str]) -> dict[str, Any]:
     if len(cells) != len(names):
-        raise ValueError(
-            f"it has {len(cells)} cells, and the header {len(names)}; put a cell with a separator in quotes"
-        )
+        raise ValueError(f"it has {len(cells)} cells, the header {len(names)}; put a cell with a separator in quotes")
     return {name: cell or None for name, cell in zip(names, cells, strict=True)}
