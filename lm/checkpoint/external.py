@@ -10,9 +10,10 @@ import torch
 
 from lm.checkpoint.external_weights import read_json_object, refuse_other_formats
 from lm.checkpoint.hugging_face import load_hugging_face
+from lm.checkpoint.hugging_face_config import read_config
 from lm.checkpoint.meta import load_meta
 from lm.checkpoint.safe_load import refuse_lfs_pointer
-from lm.checkpoint.training_checkpoint import load_model
+from lm.checkpoint.training_checkpoint import load_model, read_description
 from lm.common.errors import UserError
 from lm.data.chat_template import END_TOKEN, has_chat_tokens, make_jinja_template
 from lm.files.json import read_json
@@ -23,6 +24,8 @@ from lm.tokenizer.text_tokenizer import find_text_ends
 from lm.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+_META_CONTEXT_LENGTH = 2048  # Meta's files do not state the context. That of Llama 1 is the shortest.
 
 
 def load_external(
@@ -81,6 +84,19 @@ def _added_tokens(directory: Path, size: int) -> list[str]:
     return [name for name, token_id in ids.items() if re.fullmatch("[0-9]{1,9}", token_id) and int(token_id) >= size]
 
 
+def read_context_length(directory: Path) -> int:
+    """Return the context length of a model in the formats of :func:`load_any_model`, without reading its weights.
+
+    Raises UserError if a file is missing, damaged or unknown.
+    """
+    path = directory / "config.json"
+    if path.exists() and not any(directory.glob("consolidated.*.pth")):
+        return read_config(path, read_json_object(path), None)[0].context_length
+    if description := read_description(directory):
+        return int(description["model"]["context_length"])
+    return _META_CONTEXT_LENGTH
+
+
 def load_any_model(
     directory: Path,
     device: torch.device | str = "cpu",
@@ -95,8 +111,7 @@ def load_any_model(
     """
     has_meta_weights = any(directory.glob("consolidated.*.pth"))
     if (directory / "params.json").exists() and (has_meta_weights or not (directory / "config.json").exists()):
-        # Meta's files do not state the context. That of Llama 1 is the shortest.
-        return load_meta(directory, 2048 if max_seq_len is None else max_seq_len, device, dtype)
+        return load_meta(directory, _META_CONTEXT_LENGTH if max_seq_len is None else max_seq_len, device, dtype)
     if (directory / "config.json").exists():
         return load_hugging_face(directory, max_seq_len, device, dtype)
     if (directory / "checkpoint.json").exists():

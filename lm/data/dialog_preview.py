@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from lm.data.chat_template import TemplatePart, encode_dialog, split_dialog
+from lm.data.chat_template import EncodedExample, TemplatePart, encode_dialog, split_dialog
 from lm.data.dialog_formats import Example, RowParser
 from lm.data.dialogs import Message, PreferencePair
 from lm.text.rows import DamagedRows, iterate_rows
@@ -26,6 +26,8 @@ class PreviewDialog:
     tokens: int | None = None
     """Number of tokens, if a tokenizer is given."""
     trained_tokens: int | None = None
+    context_problem: str = ""
+    """What a context of the given length leaves out, if anything."""
 
 
 @dataclass
@@ -44,10 +46,11 @@ class Preview:
     """The rows that are left out, of those that were read."""
 
 
-def preview_file(url: str, count: int, tokenizer: "Tokenizer | None" = None) -> Preview:
+def preview_file(url: str, count: int, tokenizer: "Tokenizer | None" = None, context_length: int = 0) -> Preview:
     """Return the first ``count`` rows of a file in the chat template, and what is left out of the first 1,000.
 
-    Raises UserError if the file cannot be read.
+    With the ``tokenizer`` of a model, which has the tokens of the template, and its ``context_length``, the tokens of
+    the shown rows are counted, and those beyond the context named. Raises UserError if the file cannot be read.
     """
     preview, parser = Preview(), RowParser()
     limit = max(count, _CHECKED_ROWS)
@@ -60,7 +63,7 @@ def preview_file(url: str, count: int, tokenizer: "Tokenizer | None" = None) -> 
             shown: list[PreviewDialog] | str | None = None
             example = parser.parse(load())
             if len(preview.rows) < count:
-                shown = [*_preview_example(example, tokenizer)]
+                shown = [*_preview_example(example, tokenizer, context_length)]
         except ValueError as error:
             shown = str(error)
             preview.damaged.add(name, shown)
@@ -70,7 +73,7 @@ def preview_file(url: str, count: int, tokenizer: "Tokenizer | None" = None) -> 
     return preview
 
 
-def _preview_example(example: Example, tokenizer: "Tokenizer | None") -> Iterator[PreviewDialog]:
+def _preview_example(example: Example, tokenizer: "Tokenizer | None", context_length: int) -> Iterator[PreviewDialog]:
     if isinstance(example, PreferencePair):
         asked = [Message(role=message["role"], content=message["content"], weight=0) for message in example.prompt]
         answers = {"chosen": example.chosen, "rejected": example.rejected}
@@ -78,8 +81,25 @@ def _preview_example(example: Example, tokenizer: "Tokenizer | None") -> Iterato
     else:
         dialogs = {"": [*example.messages]}
     for kind, messages in dialogs.items():
-        counts: tuple[int | None, int | None] = None, None
-        if tokenizer:
-            encoded = encode_dialog(tokenizer, messages)
-            counts = len(encoded.ids), sum(encoded.is_target)
-        yield PreviewDialog(kind, [*split_dialog(messages)], *counts)
+        parts = [*split_dialog(messages)]
+        if tokenizer is None:
+            yield PreviewDialog(kind, parts)
+            continue
+        encoded = encode_dialog(tokenizer, messages)
+        problem = _find_context_problem(encoded, context_length, is_pair=bool(kind))
+        yield PreviewDialog(kind, parts, len(encoded.ids), sum(encoded.is_target), problem)
+
+
+def _find_context_problem(example: EncodedExample, context_length: int, is_pair: bool) -> str:
+    """Return what :func:`lm.data.packing.pack_examples`, or the training on pairs, makes of a long dialog."""
+    beyond = len(example.ids) - (context_length + 1)  # the last token is a label only
+    if beyond <= 0:
+        return ""
+    context = f"the model's context of {context_length:,} tokens"
+    if is_pair:
+        return f"left out: longer than {context}"
+    from lm.data.packing import has_target  # slow to import: torch
+
+    if not has_target(example, context_length):
+        return f"left out: no answer within {context}"
+    return f"cut: its last {beyond:,} tokens are beyond {context}"

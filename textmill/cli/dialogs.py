@@ -30,6 +30,7 @@ def format_preview(preview: Preview, url: str, stream: TextIO) -> str:
             continue
         for dialog in shown:
             counts = f": {dialog.tokens:,} tokens, {dialog.trained_tokens:,} trained" if dialog.tokens else ""
+            counts += f"; {dialog.context_problem}" if dialog.context_problem else ""
             title = ", ".join(filter(None, (place, dialog.kind)))
             blocks.append(f"{title}{counts}\n{_format_parts(dialog.parts, stream if has_color else None)}")
     return "\n\n".join([*blocks, _summarize(preview, url, stream if has_color else None)]) + "\n"
@@ -41,8 +42,8 @@ def _summarize(preview: Preview, url: str, stream: TextIO | None) -> str:
     lines = [f"Trained tokens are {trained}."]
     damaged = preview.damaged
     if not damaged.count:
-        return "\n".join([*lines, f"None of {rows} is left out."])
-    lines.append(f"Of {rows}, {damaged.count:,} {'is' if damaged.count == 1 else 'are'} left out:")
+        return "\n".join([*lines, f"None of {rows} is damaged."])
+    lines.append(f"Of {rows}, {damaged.count:,} {'is' if damaged.count == 1 else 'are'} damaged and left out:")
     lines += (f"  {_escape(name.removeprefix(f'{url}, '))}" for name in damaged.names[:10])
     if damaged.count > 10:
         lines.append(f"  and {damaged.count - 10:,} more")

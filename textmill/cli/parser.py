@@ -235,7 +235,7 @@ def build_parser(preset: str = "demo", base: PipelineConfig | None = None, only:
     dialogs = add("dialogs", "Show the first rows of fine-tuning data as the model will see them.", "root")
     dialogs.option("show", "", "file of dialogs or preferences, in any form of --dialogs.train", required=True)
     dialogs.option("rows", 3, "rows to show", type=PositiveInt)
-    model_help = "a run below --root, or a directory, whose tokenizer counts the tokens; default: they are not counted"
+    model_help = "a run below --root, or a directory, to count tokens and compare with its context; default: no model"
     dialogs.option("model", "", model_help)
 
     tokenizers = add("tokenizers", "Compare tokenizers on texts: compression, speed, vocabulary and split words.")

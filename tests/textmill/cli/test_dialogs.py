@@ -32,7 +32,7 @@ def test_rows_are_shown_in_the_template(tmp_path: Path, capsys: pytest.CaptureFi
         "line 3: left out: it has no usable output; Alpaca rows have instruction, output\n\n"
         "line 4\n<|user|>Hi.<|end|><|assistant|>⟦Ho,\nso<|end|>⟧\n\n"
         "Trained tokens are between ⟦ and ⟧.\n"
-        "Of the 4 rows, 1 is left out:\n"
+        "Of the 4 rows, 1 is damaged and left out:\n"
         "  line 3: it has no usable output; Alpaca rows have instruction, output\n\n"
     )
 
@@ -49,7 +49,7 @@ def test_answers_without_weight_and_prompts_of_pairs_are_not_trained(
     start = "<|system|>e<|end|><|user|>a<|end|><|assistant|>b<|end|><|user|>c<|end|><|assistant|>"
     assert f"line 1\n{start}⟦d<|end|>⟧\n" in output
     assert f"line 2, chosen\n{start}⟦d<|end|>⟧\n" in output and f"line 2, rejected\n{start}⟦f<|end|>⟧\n" in output
-    assert output.endswith("None of the 2 rows is left out.\n\n")
+    assert output.endswith("None of the 2 rows is damaged.\n\n")
 
 
 class Terminal(io.StringIO):
@@ -81,7 +81,7 @@ def test_long_messages_are_shown_without_their_middle(tmp_path: Path, capsys: py
 def test_the_first_thousand_rows_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"prompt": "a", "response": "" if number % 50 == 40 else "b"} for number in range(1100)]
     output = show(capsys, str(write_jsonl(tmp_path / "a.jsonl", *map(json.dumps, rows))), "--rows", "1")
-    assert "Of the first 1,000 rows, 20 are left out:\n  line 41: message 1 is blank\n" in output
+    assert "Of the first 1,000 rows, 20 are damaged and left out:\n  line 41: message 1 is blank\n" in output
     assert output.endswith("\n  and 10 more\n\n")
 
 
@@ -91,6 +91,23 @@ def test_a_model_counts_the_tokens(tmp_path: Path, capsys: pytest.CaptureFixture
     output = show(capsys, url, "--model", str(tmp_path / "model"))
     encoded = encode_dialog(add_chat_tokens(make_tokenizer()), make_dialog("the cat", "sat on"))
     assert f"line 1: {len(encoded.ids)} tokens, {sum(encoded.is_target)} trained\n" in output
+
+
+def test_what_the_context_of_a_model_leaves_out_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_exported(tmp_path / "model")  # with a context of 64 tokens
+    long = "x" * 100
+    rows = [
+        {"prompt": "a", "response": long},
+        {"prompt": long, "response": "a"},
+        {"prompt": "a", "chosen": long, "rejected": "b"},
+    ]
+    url = str(write_jsonl(tmp_path / "a.jsonl", *map(json.dumps, rows)))
+    output = show(capsys, url, "--model", str(tmp_path / "model"))
+    context = "the model's context of 64 tokens"
+    assert f"line 1: 105 tokens, 101 trained; cut: its last 40 tokens are beyond {context}\n" in output
+    assert f"line 2: 105 tokens, 2 trained; left out: no answer within {context}\n" in output
+    assert f"line 3, chosen: 105 tokens, 101 trained; left out: longer than {context}\n" in output
+    assert "line 3, rejected: 6 tokens, 2 trained\n" in output
 
 
 @pytest.mark.parametrize(
