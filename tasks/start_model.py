@@ -7,7 +7,7 @@ from lm.common.errors import UserError
 from lm.files.checksum import loads_with_checksum
 from lm.model.config import ModelConfig
 from lm.train.config import continued_config
-from tasks.runtime.output import Ref, read_output
+from tasks.runtime.output import Output, Ref, read_output
 from tasks.runtime.store import Store
 
 
@@ -19,12 +19,7 @@ def read_start(store: Store, model: Ref, tokenizer: Ref, stated: Mapping[str, An
     """
     from lm.tokenizer.tokenizer import Tokenizer
 
-    output = read_output(store, model)
-    path = output.path(f"{output.best_checkpoint}/checkpoint.json")
-    content = loads_with_checksum(path.read_bytes())
-    if content is None:
-        raise UserError(f"{path} is damaged. Run the pipeline again.")
-    config = continued_config(ModelConfig(**content["model"]), stated)
+    config = continued_config(read_trained_config(read_output(store, model)), stated)
     loaded = Tokenizer.load(read_output(store, tokenizer).directory("tokenizer"))
     if separator not in loaded.special_tokens:
         known = ", ".join(map(repr, loaded.special_tokens)) or "none"
@@ -33,3 +28,12 @@ def read_start(store: Store, model: Ref, tokenizer: Ref, stated: Mapping[str, An
             "Set data.separator to the one that ends a document."
         )
     return [loaded.special_tokens, loaded.pattern, config]
+
+
+def read_trained_config(model: Output) -> ModelConfig:
+    """Return the config of a training's best checkpoint, without its weights. Raises UserError if it is damaged."""
+    path = model.path(f"{model.best_checkpoint}/checkpoint.json")
+    content = loads_with_checksum(path.read_bytes())
+    if content is None:
+        raise UserError(f"{path} is damaged. Run the pipeline again.")
+    return ModelConfig(**content["model"])

@@ -28,7 +28,8 @@ from benchmarks.texts import DATA
 from lm.checkpoint.training_checkpoint import load_model, save_training
 from lm.common.errors import UserError
 from lm.data.chat_template import add_chat_tokens
-from lm.data.dialogs import Dialog, PreferencePair, read_dialogs
+from lm.data.dialog_formats import read_dialogs
+from lm.data.dialogs import Dialog, PreferencePair
 from lm.eval.problems import Problem, read_task
 from lm.eval.rewards import combine_rewards
 from lm.inference.runners.runner import prepare_for_inference

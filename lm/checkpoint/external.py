@@ -11,9 +11,10 @@ import torch
 from lm.checkpoint.external_weights import read_json_object, refuse_other_formats
 from lm.checkpoint.hugging_face import load_hugging_face
 from lm.checkpoint.hugging_face_chat import read_chat_settings
+from lm.checkpoint.hugging_face_config import read_config
 from lm.checkpoint.meta import load_meta
 from lm.checkpoint.safe_load import refuse_lfs_pointer
-from lm.checkpoint.training_checkpoint import load_model
+from lm.checkpoint.training_checkpoint import load_model, read_description
 from lm.common.errors import UserError
 from lm.files.json import read_json
 from lm.model.transformer import TransformerLM, shrink_vocabulary
@@ -22,6 +23,8 @@ from lm.tokenizer.sentencepiece import SentencePieceTokenizer
 from lm.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+_META_CONTEXT_LENGTH = 2048  # Meta's files do not state the context. That of Llama 1 is the shortest.
 
 
 def load_external(
@@ -32,8 +35,7 @@ def load_external(
     The model is read as :func:`load_any_model` does, the tokenizer as :func:`load_any_tokenizer` does. Rows of the
     embedding and the head that only pad the vocabulary are removed, as are those of tokens that files of transformers
     add to another tokenizer's, with a warning. Added tokens that the embedding lacks are removed from the tokenizer,
-    with a warning. The tokenizer gets the chat template and the end tokens that Hugging Face's files name. Raises
-    UserError if a file is missing or damaged, or if model and tokenizer do not belong together.
+    with a warning. Raises UserError if a file is missing or damaged, or if model and tokenizer do not belong together.
     """
     model = load_any_model(directory, device, dtype=dtype)
     tokenizer, lost = _remove_tokens_without_rows(load_any_tokenizer(directory), model.config.vocab_size or 0)
@@ -46,8 +48,6 @@ def load_external(
             named,
         )
     shrink_vocabulary(model, tokenizer.size)
-    if isinstance(tokenizer, Tokenizer) and (directory / "config.json").exists():
-        tokenizer.chat = read_chat_settings(directory, tokenizer)
     return model, tokenizer
 
 
@@ -83,6 +83,19 @@ def _added_tokens(directory: Path, size: int) -> list[str]:
     return [name for name, token_id in ids.items() if re.fullmatch("[0-9]{1,9}", token_id) and int(token_id) >= size]
 
 
+def read_context_length(directory: Path) -> int:
+    """Return the context length of a model in the formats of :func:`load_any_model`, without reading its weights.
+
+    Raises UserError if a file is missing, damaged or unknown.
+    """
+    path = directory / "config.json"
+    if path.exists() and not any(directory.glob("consolidated.*.pth")):
+        return read_config(path, read_json_object(path), None)[0].context_length
+    if description := read_description(directory):
+        return int(description["model"]["context_length"])
+    return _META_CONTEXT_LENGTH
+
+
 def load_any_model(
     directory: Path,
     device: torch.device | str = "cpu",
@@ -97,8 +110,7 @@ def load_any_model(
     """
     has_meta_weights = any(directory.glob("consolidated.*.pth"))
     if (directory / "params.json").exists() and (has_meta_weights or not (directory / "config.json").exists()):
-        # Meta's files do not state the context. That of Llama 1 is the shortest.
-        return load_meta(directory, 2048 if max_seq_len is None else max_seq_len, device, dtype)
+        return load_meta(directory, _META_CONTEXT_LENGTH if max_seq_len is None else max_seq_len, device, dtype)
     if (directory / "config.json").exists():
         return load_hugging_face(directory, max_seq_len, device, dtype)
     if (directory / "checkpoint.json").exists():
@@ -115,9 +127,19 @@ def load_any_tokenizer(path: Path) -> Tokenizer | SentencePieceTokenizer:
     a directory with one of them or with GPT-2's ``vocab.json`` and ``merges.txt``; or a ``.tiktoken`` file of ranks,
     whose pattern follows from OpenAI's names.
 
-    A directory with several has them for the same ids; ``tokenizer.model`` is read. Raises UserError if the file is
+    A directory with several has them for the same ids; ``tokenizer.model`` is read. The tokenizer gets the chat
+    template and the end tokens that the files of a Hugging Face model beside it name. Raises UserError if the file is
     missing, damaged or unsupported.
     """
+    if path.is_dir() and (path / "config.json").exists():
+        tokenizer = _load_tokenizer(path)
+        if isinstance(tokenizer, Tokenizer):
+            tokenizer.chat = read_chat_settings(path, tokenizer)
+        return tokenizer
+    return _load_tokenizer(path)
+
+
+def _load_tokenizer(path: Path) -> Tokenizer | SentencePieceTokenizer:
     if path.is_dir():
         meta, vocab = path / "tokenizer.model", path / "vocab.json"
         if vocab.exists() and not meta.exists() and not (path / "tokenizer.json").exists():

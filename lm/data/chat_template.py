@@ -8,17 +8,19 @@ user writes: only the template itself writes special tokens.
 
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm.common.errors import UserError
 from lm.data.dialog_writer import DialogWriter, split_generations
 from lm.data.dialogs import Message, find_role_problem
 from lm.data.jinja_template import ChatTemplate, render, render_foreign
-from lm.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from lm.tokenizer.tokenizer import Tokenizer
 
 ROLE_TOKENS = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
 END_TOKEN = "<|end|>"
@@ -33,12 +35,32 @@ class EncodedExample:
     is_target: list[bool]
 
 
-def add_chat_tokens(tokenizer: Tokenizer) -> Tokenizer:
+class TemplatePart(NamedTuple):
+    """A part of a dialog in a template: special tokens, or other text."""
+
+    text: str
+    is_special: bool
+    is_target: bool
+
+
+def split_dialog(messages: Sequence[Message]) -> Iterator[TemplatePart]:
+    """Yield the parts of a dialog in the template of this project, without a tokenizer: the parts of
+    :func:`encode_dialog`."""
+    for message in messages:
+        is_learned = message["role"] == "assistant" and message.get("weight") != 0
+        yield TemplatePart(ROLE_TOKENS[message["role"]], True, False)
+        yield TemplatePart(message["content"], False, is_learned)
+        yield TemplatePart(END_TOKEN, True, is_learned)
+
+
+def add_chat_tokens(tokenizer: "Tokenizer") -> "Tokenizer":
     """Return a tokenizer with the special tokens of this project's template at the end of its vocabulary. Existing ids
     stay. A tokenizer whose model has its own template is returned as it is.
 
     Raises UserError if one of the tokens is an ordinary token, which plain text could become.
     """
+    from lm.tokenizer.tokenizer import Tokenizer  # slow to import: numba
+
     if tokenizer.chat and tokenizer.chat.templates:
         return tokenizer
     ordinary = set(tokenizer.vocab.values()) - {token.encode() for token in tokenizer.special_tokens}
@@ -52,7 +74,7 @@ def add_chat_tokens(tokenizer: Tokenizer) -> Tokenizer:
     return Tokenizer(*parts._replace(special_tokens=[*parts.special_tokens, *new_tokens]))
 
 
-def find_template(tokenizer: Tokenizer) -> ChatTemplate | None:
+def find_template(tokenizer: "Tokenizer") -> ChatTemplate | None:
     """Return the template of the model that a tokenizer belongs to: its own, or this project's if the tokenizer has the
     special tokens. None if the model has not learned to chat."""
     sources = tokenizer.chat.templates if tokenizer.chat else {}
@@ -65,19 +87,19 @@ def find_template(tokenizer: Tokenizer) -> ChatTemplate | None:
     return None
 
 
-def find_end_ids(tokenizer: Tokenizer) -> frozenset[int]:
+def find_end_ids(tokenizer: "Tokenizer") -> frozenset[int]:
     """Return the ids that end an answer in the template of the tokenizer."""
     template = find_template(tokenizer)
     return frozenset([tokenizer.special_ids[END_TOKEN]]) if template and template.is_own else tokenizer.stop_ids
 
 
-def written_end_id(tokenizer: Tokenizer) -> int:
+def written_end_id(tokenizer: "Tokenizer") -> int:
     """Return the id that the template of the tokenizer writes after an answer."""
     dialog = [Message(role="user", content="?"), Message(role="assistant", content="!")]
     return encode_answer(tokenizer, dialog)[1][-1]
 
 
-def encode_dialog(tokenizer: Tokenizer, messages: Sequence[Message], **variables: Any) -> EncodedExample:
+def encode_dialog(tokenizer: "Tokenizer", messages: Sequence[Message], **variables: Any) -> EncodedExample:
     """Return the ids of a dialog that ends with the assistant. The targets are its answers and their end tokens, but
     not those of answers with the weight 0. ``variables`` are those of the template, such as ``tools``.
 
@@ -109,7 +131,7 @@ def encode_dialog(tokenizer: Tokenizer, messages: Sequence[Message], **variables
 
 
 def encode_chat_prompt(
-    tokenizer: Tokenizer, messages: Sequence[Message], *, continues: bool = False, **variables: Any
+    tokenizer: "Tokenizer", messages: Sequence[Message], *, continues: bool = False, **variables: Any
 ) -> list[int]:
     """Return the ids of a dialog up to the place where the assistant's answer begins; if it ``continues`` an answer,
     the dialog ends with the assistant and the ids end within its message. ``variables`` are those of the template.
@@ -123,7 +145,7 @@ def encode_chat_prompt(
     return writer.encode(writer.write(len(messages), add_generation_prompt=True))
 
 
-def encode_answer(tokenizer: Tokenizer, messages: Sequence[Message], **variables: Any) -> tuple[list[int], list[int]]:
+def encode_answer(tokenizer: "Tokenizer", messages: Sequence[Message], **variables: Any) -> tuple[list[int], list[int]]:
     """Return the ids of a dialog up to its last answer, and those of the answer with its end, as a model writes it.
 
     Raises UserError as :func:`encode_dialog` does.
@@ -137,7 +159,7 @@ def encode_answer(tokenizer: Tokenizer, messages: Sequence[Message], **variables
     return writer.encode(prompt), answer[: ends[0] + 1] if ends else answer
 
 
-def make_jinja_template(tokenizer: Tokenizer) -> str:
+def make_jinja_template(tokenizer: "Tokenizer") -> str:
     """Return the template of this project as Hugging Face's ``chat_template``.
 
     ``apply_chat_template`` then gives the same ids. It encodes special tokens in a message as such, so the template
@@ -164,7 +186,7 @@ def _make_jinja_template(special_tokens: tuple[str, ...]) -> str:
     )
 
 
-def _check(tokenizer: Tokenizer, messages: Sequence[Message], is_answered: bool) -> ChatTemplate:
+def _check(tokenizer: "Tokenizer", messages: Sequence[Message], is_answered: bool) -> ChatTemplate:
     """Return the template. Roles and their order are those of a model's own template."""
     if (template := find_template(tokenizer)) is None:
         raise UserError("The tokenizer has no chat template: its model was not trained to chat. Fine-tune it first.")

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import regex
 
 from lm.common.errors import UserError
 from lm.data.dialogs import Message
 from lm.data.jinja_template import GENERATION_MARKS, ChatTemplate
-from lm.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from lm.tokenizer.tokenizer import Tokenizer
 
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDDE)]  # no characters of Unicode: they are in no usual text
 
@@ -20,7 +22,7 @@ class DialogWriter:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: "Tokenizer",
         template: ChatTemplate,
         messages: Sequence[Message],
         variables: Mapping[str, Any],
@@ -143,7 +145,7 @@ def split_generations(text: str) -> tuple[str, list[tuple[int, int]]]:
     parts: list[str] = []
     spans: list[tuple[int, int]] = []
     length = start = 0
-    for part in regex.split(f"([{GENERATION_MARKS}])", text):
+    for part in regex.split(f"([{begin}{end}])", text):
         if part == begin:
             start = length
         elif part == end:

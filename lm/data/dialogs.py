@@ -1,30 +1,37 @@
-"""Chat data: dialogs and preference pairs, read from files with any of four kinds of rows.
-
-``{"messages": [{"role", "content"}, …]}``, ``{"prompt", "response"}``, ``{"prompt", "chosen", "rejected"}``, and
-``{"question", "answer"}`` as in GSM8K (Cobbe et al. 2021). Rows of the first two kinds may also have a ``question``,
-and messages of the assistant a ``weight``.
-"""
+"""Chat data: messages, dialogs and preference pairs, and the rules that make them valid."""
 
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
-from lm.text.rows import DamagedRows, Row, read_rows
+from lm.text.rows import Row
 
 _MAX_TEXT_CHARACTERS = 1_000_000
 _ANSWER_MARK = "####"
-_REFUSED_FIELDS = ("tools", "functions", "tool_calls", "function_call", "reasoning_content")
+_TOOL_FIELDS = ("tool_calls", "reasoning_content")
+_REFUSED_FIELDS = ("tools", "functions", "function_call", *_TOOL_FIELDS)
+_FIELDS = {"assistant": _TOOL_FIELDS, "tool": ("tool_call_id", "name")}  # that a message keeps
+_NEXT_ROLES = {"user": ("assistant",), "assistant": ("user",), "tool": ("tool", "assistant")}
+_CANNOT_RENDER = "which textmill's own chat template cannot render; remove it, or leave the row out"
 
 
 class Message(TypedDict):
     """One message of a dialog."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
     weight: NotRequired[int]
     """0: an answer that is not learned. Without it, answers are learned."""
+    tool_calls: NotRequired[list[dict[str, Any]]]
+    """Of the assistant, as OpenAI's API has them: ``{"type": "function", "function": {"name", "arguments"}}``, the
+    arguments as an object, and an ``id`` if the row has one."""
+    tool_call_id: NotRequired[str]
+    """Of a tool: the call that it answers."""
+    name: NotRequired[str]
+    """Of a tool: its name."""
+    reasoning_content: NotRequired[str]
+    """Of the assistant: what it thinks before its answer."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,8 @@ class Dialog:
     messages: tuple[Message, ...]
     question: str | None = None
     """The last message of the user before it was put into a template, if it was."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """The functions that the assistant may call, as OpenAI's API has them."""
 
 
 @dataclass(frozen=True)
@@ -45,38 +54,6 @@ class PreferencePair:
     rejected: str
 
 
-def read_dialogs(url: str, damaged: DamagedRows) -> Iterator[Dialog | PreferencePair]:
-    """Yield the rows of a file; see :func:`lm.text.rows.read_rows`.
-
-    A row is damaged if it is of none of the four kinds, its roles are out of order (see :func:`find_role_problem`), a
-    message is blank or has over a million characters, or the two answers of a pair are equal. A blank system message is
-    dropped. A row is damaged as well if it has tool calls or reasoning, a weight that is neither 0 nor 1, or if all of
-    its answers have the weight 0.
-    """
-    return read_rows(url, damaged, parse_row)
-
-
-def parse_row(row: Row) -> Dialog | PreferencePair:
-    """Return the dialog or the pair of a row. Raises ValueError with the reason if the row is damaged."""
-    refuse_fields(row)
-    match row:
-        case {"messages": [*messages]}:
-            return Dialog(_check_messages(messages), _question(row))
-        case {"prompt": str(prompt), "response": str(response)}:
-            return Dialog(_exchange(prompt, response), _question(row))
-        case {"prompt": str(prompt), "chosen": str(chosen), "rejected": str(rejected)}:
-            user_message, _ = _exchange(prompt, chosen)
-            _exchange(prompt, rejected)
-            if chosen == rejected:
-                raise ValueError("chosen and rejected are equal")
-            return PreferencePair((user_message,), chosen, rejected)
-        case {"question": str(question), "answer": str(answer)}:
-            return Dialog(_exchange(question, answer))
-    raise ValueError(
-        "it needs messages, or the texts prompt and response, or prompt, chosen and rejected, or question and answer"
-    )
-
-
 def final_answer(answer: str) -> str:
     """Return the text after the last ``####`` of a GSM8K answer, without commas. Raises ValueError without one."""
     _, mark, final = answer.rpartition(_ANSWER_MARK)
@@ -85,22 +62,31 @@ def final_answer(answer: str) -> str:
     return final.strip().replace(",", "")
 
 
-def find_role_problem(messages: Sequence[Any], last_role: Literal["user", "assistant"]) -> str | None:
+def find_role_problem(
+    messages: Sequence[Any], last_role: Literal["user", "assistant"], has_tools: bool = False
+) -> str | None:
     """Return the first problem of a dialog's form, or None.
 
     Each message must be an object with a role and a text. The roles must be system (optional), user, assistant, user
-    and so on, up to a message of ``last_role``.
+    and so on, up to a message of ``last_role``. With ``has_tools``, messages of tools follow an assistant's
+    ``tool_calls``; without it, tool calls and reasoning are a problem, because they would be lost.
     """
     for index, message in enumerate(messages):
         if not (isinstance(message, Mapping) and isinstance(message.get("content"), str)):
             return f"message {index} has no content; it must be an object with a role and a text"
+        if field := next((field for field in _TOOL_FIELDS if not has_tools and message.get(field)), None):
+            return f"message {index} has {field}, {_CANNOT_RENDER}"
     first = 1 if messages and messages[0].get("role") == "system" else 0
-    for index, (message, role) in enumerate(zip(messages[first:], cycle(("user", "assistant")), strict=False), first):
-        if message.get("role") != role:
+    roles: tuple[str, ...] = ("user",)
+    for index, message in enumerate(messages[first:], first):
+        role = message.get("role")
+        if role not in roles:
+            after_calls = ", and tool after an assistant's tool_calls" if has_tools else ""
             return (
-                f"message {index} has the role {reprlib.repr(message.get('role'))}, not {role!r}; the roles must be "
-                "system (optional), user, assistant, user and so on"
+                f"message {index} has the role {reprlib.repr(role)}, not {roles[-1]!r}; the roles must be system "
+                f"(optional), user, assistant, user and so on{after_calls}"
             )
+        roles = ("tool",) if message.get("tool_calls") else _NEXT_ROLES[role]
     if len(messages) == first or messages[-1]["role"] != last_role:
         return f"message {len(messages)}, from the {last_role}, is missing"
     return None
@@ -114,43 +100,50 @@ def check_text(name: str, text: str) -> None:
         raise ValueError(f"{name} is blank")
 
 
-def _question(row: Row) -> str | None:
-    question = row.get("question")
-    return question if isinstance(question, str) else None
+def refuse_fields(row: Row, has_tools: bool = False) -> None:
+    """Raise ValueError if a row has tools, tool calls or reasoning: they would be lost without a word.
 
-
-def _exchange(question: str, answer: str) -> tuple[Message, ...]:
-    return _check_messages([Message(role="user", content=question), Message(role="assistant", content=answer)])
-
-
-def refuse_fields(row: Row) -> None:
-    """Raise ValueError if a row has tools, tool calls or reasoning: they would be lost without a word."""
-    parts: list[tuple[str, Any, tuple[str, ...]]] = [("the row", row, _REFUSED_FIELDS)]
+    With ``has_tools``, it may have them, but not in fields that are not read.
+    """
+    names = tuple(name for name in _REFUSED_FIELDS if not (has_tools and name == "tools"))
+    parts: list[tuple[str, Any, tuple[str, ...]]] = [("the row", row, names)]
     match row:
-        case {"messages": [*messages]}:
-            names = (*_REFUSED_FIELDS, "reasoning", "thinking")  # of a row, these may be other columns
+        case {"messages": [*messages]} | {"conversations": [*messages]}:
+            # Of a row, the last two may be other columns.
+            names = ("functions", "function_call") if has_tools else (*_REFUSED_FIELDS, "reasoning", "thinking")
             parts += ((f"message {index}", part, names) for index, part in enumerate(messages))
+    reason = "which is not read; write it as tools, and in messages as tool_calls" if has_tools else _CANNOT_RENDER
     for name, part, fields in parts:
         for field in fields:
             if isinstance(part, Mapping) and part.get(field):
-                raise ValueError(f"{name} has {field}, which textmill cannot use yet")
+                raise ValueError(f"{name} has {field}, {reason}")
 
 
 def read_message(message: Mapping[str, Any], index: int) -> Message:
-    """Return a message of a row without other fields. Raises ValueError for a weight that is neither 0 nor 1."""
+    """Return a message of a row without unknown fields. Raises ValueError for a weight that is neither 0 nor 1."""
     weight = message.get("weight")
     if weight not in (None, 0, 1):
         raise ValueError(f"message {index} has the weight {reprlib.repr(weight)}; it must be 0 or 1")
-    read = Message(role=message["role"], content=message["content"])
-    return Message(**read, weight=0) if weight == 0 and read["role"] == "assistant" else read
+    read = {name: message[name] for name in ("role", "content")}
+    read |= {name: message[name] for name in _FIELDS.get(message["role"], ()) if message.get(name)}
+    if weight == 0 and message["role"] == "assistant":
+        read["weight"] = 0
+    return cast(Message, read)
 
 
-def _check_messages(messages: Sequence[Any]) -> tuple[Message, ...]:
-    if problem := find_role_problem(messages, "assistant"):
+def check_messages(messages: Sequence[Any], has_tools: bool = False) -> tuple[Message, ...]:
+    """Return the messages of a dialog that ends with the assistant, without a blank system message.
+
+    Raises ValueError with the reason if a message cannot be learned or read: the roles are out of order (see
+    :func:`find_role_problem`), a text is blank or has over a million characters, a weight is neither 0 nor 1, or all
+    answers have the weight 0.
+    """
+    if problem := find_role_problem(messages, "assistant", has_tools):
         raise ValueError(problem)
     first = 1 if messages[0]["role"] == "system" and not messages[0]["content"].strip() else 0  # it says nothing
     for index, message in enumerate(messages[first:], first):
-        check_text(f"message {index}", message["content"])
+        if message["content"] or not (message["role"] == "tool" or message.get("tool_calls")):
+            check_text(f"message {index}", message["content"])
     read = tuple(read_message(message, index) for index, message in enumerate(messages[first:], first))
     if all(message.get("weight") == 0 for message in read if message["role"] == "assistant"):
         raise ValueError("all answers have the weight 0, so there is nothing to learn")

@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lm.common.errors import UserError
 from lm.common.processes import ChildEnded, ChildProcess, serve_parent
 
-GENERATION_MARKS = "\ufddf\ufdde"
+GENERATION_MARKS = "\ufddf", "\ufdde"
 """What begins and ends the assistant's part in the text of a template with ``{% generation %}``: no characters of
 Unicode, so no text has them."""
 _MAX_SECONDS = 0.7  # of CPU time; usual templates take milliseconds

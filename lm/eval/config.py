@@ -14,8 +14,8 @@ class EvaluationConfig(Config, section="evaluate"):
     """The problems of a task, and how a model is asked."""
 
     task: str
-    """addition:1-3, of numbers with one to three digits, and reasoning-gym:DATASET are generated. gsm8k, math, mmlu and
-    words are read from a file."""
+    """addition:1-3, of numbers with one to three digits, and reasoning-gym:DATASET are generated. gsm8k, math, mmlu,
+    words and answers are read from a file."""
     file: str = ""
     """File of the problems: a path or a URL."""
     count: int | None = bounded_field(None, ge=1)
@@ -50,7 +50,7 @@ class TeachConfig(Config, section="teach"):
     file: str = ""
     """File of the prompts, a path or a URL: the rows of the task, or rows with a prompt or messages."""
     task: str = ""
-    """gsm8k, math, mmlu or words, whose fields the file has; or a task that is generated, such as addition:1-3."""
+    """gsm8k, math, mmlu, words or answers, whose fields the file has; or a generated task, such as addition:1-3."""
     count: int | None = bounded_field(None, ge=1)
     """Number of prompts, the first of the file. Default: all, and 200 of a generated task."""
     prompt: str = "question"

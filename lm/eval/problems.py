@@ -1,6 +1,7 @@
 """Tasks: problems with ground truths, from files or from a procedure, the name of their reward, and few-shot prompts.
 
-Files are JSON Lines or Parquet, local or by URL, with GSM8K's, MATH's or MMLU's fields, or with words to use.
+Files are JSON Lines, JSON arrays, CSV or Parquet, local or by URL, with GSM8K's, MATH's or MMLU's fields, with words to
+use, or with a question and its accepted answers.
 """
 
 import json
@@ -16,6 +17,7 @@ from string import ascii_uppercase
 from typing import Any, Literal
 
 from lm.common.errors import UserError, did_you_mean
+from lm.data.dialog_formats import read_question
 from lm.data.dialogs import Message, check_text, final_answer
 from lm.eval.answers import extract_boxed, parse_gsm8k_response
 from lm.eval.rewards import REWARD_EXTRAS, REWARD_LIBRARIES
@@ -72,8 +74,8 @@ def load_task(
     """Return the task of a name: generated, or read from ``files``.
 
     ``addition`` of two- and three-digit numbers, ``addition:1-3`` of numbers with one to three digits, and
-    ``reasoning-gym:DATASET`` are generated from ``split`` and ``seed``, 200 problems by default. gsm8k, math, mmlu and
-    words are read, at most ``count`` problems, by default all.
+    ``reasoning-gym:DATASET`` are generated from ``split`` and ``seed``, 200 problems by default. gsm8k, math, mmlu,
+    words and answers are read, at most ``count`` problems, by default all.
 
     Raises UserError for an unknown name, for files of a generated task, and as :func:`read_task` and
     :func:`make_reasoning_gym_task` do.
@@ -130,7 +132,7 @@ def _versions(libraries: Iterable[str]) -> dict[str, str]:
 
 
 def read_task(name: str, url: str, damaged: DamagedRows) -> Task:
-    """Read a task of a file. ``name`` is gsm8k, math, mmlu or words.
+    """Read a task of a file. ``name`` is gsm8k, math, mmlu, words or answers.
 
     Damaged rows, also those with a text that is blank or has over a million characters, are left out and added to
     ``damaged``. Raises UserError for an unknown name, an unreadable file, and a file with damaged rows only.
@@ -241,11 +243,30 @@ def _parse_words(row: Row) -> Problem:
     raise ValueError("no prompt with a list of words")
 
 
+def _parse_answers(row: Row) -> Problem:
+    answers = [row[name] for name in ("ground_truth", "answer", "solution", "output", "completion") if name in row]
+    match row.get("reward_model"):
+        case {"ground_truth": answer}:
+            answers.append(answer)
+    for answer in answers:
+        accepted = [str(text) for text in (answer if isinstance(answer, list) else [answer]) if _is_answer(text)]
+        if accepted:
+            solution = row.get("solution")
+            truth = accepted if len(accepted) > 1 else accepted[0]
+            return Problem(read_question(row), truth, solution if isinstance(solution, str) else accepted[0])
+    raise ValueError("no ground_truth, answer, solution, output or completion that is a text or a number")
+
+
+def _is_answer(value: Any) -> bool:
+    return bool(value.strip()) if isinstance(value, str) else isinstance(value, int | float)
+
+
 _FILE_TASKS: dict[str, tuple[Callable[[Row], Problem], str]] = {
     "gsm8k": (_parse_gsm8k, "gsm8k"),
     "math": (_parse_math, "boxed_math"),
     "mmlu": (_parse_mmlu, "multiple_choice"),
     "words": (_parse_words, "required_words"),
+    "answers": (_parse_answers, "exact"),
 }
 
 

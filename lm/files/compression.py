@@ -51,6 +51,15 @@ def detect_format(url: str) -> tuple[str, str]:
     The format is ``text``, ``jsonl``, ``parquet``, ``html`` or ``warc``. The suffix is for example ``.gz``; empty if
     not compressed. Raises UserError for an archive, which holds several files.
     """
+    suffix, compression = split_suffixes(url)
+    return _FORMATS.get(suffix, "text"), compression
+
+
+def split_suffixes(url: str) -> tuple[str, str]:
+    """Return (suffix, compression suffix) of a file name, such as ``.csv`` and ``.gz``, in lower case.
+
+    Raises UserError for an archive.
+    """
     name = url
     if is_remote(url):
         name = next(part for part in url.split("::") if "://" in part)  # the first file of a chain is the text
@@ -63,7 +72,7 @@ def detect_format(url: str) -> tuple[str, str]:
     suffix = path.with_suffix("").suffix if compression else path.suffix
     if suffix in (".tar", ".tgz", ".zip"):
         raise UserError(f"{url} is an archive; unpack it first and name the files in it.")
-    return _FORMATS.get(suffix, "text"), compression
+    return suffix, compression
 
 
 def is_remote(url: str) -> bool:

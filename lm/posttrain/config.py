@@ -17,7 +17,8 @@ class DialogsConfig(Config, section="dialogs"):
     """The data of post-training: dialogs, pairs of answers, and problems with a reward."""
 
     train: list[str] = field(default_factory=list)
-    """Files of dialogs or pairs, JSON Lines or Parquet: paths, globs or URLs. See docs/posttraining.md for the rows."""
+    """Files of dialogs or pairs, JSON Lines, JSON arrays, CSV or Parquet: paths, globs or URLs. See
+    docs/posttraining.md for the rows, and textmill dialogs --show FILE for those of a file."""
     valid: list[str] = field(default_factory=list)
     """Held-out dialogs or pairs, in the same forms. Empty (the default): use part of train, see valid_fraction."""
     valid_fraction: float = bounded_field(0.05, ge=0, lt=1)
@@ -26,7 +27,7 @@ class DialogsConfig(Config, section="dialogs"):
     messages count too."""
     task: str = ""
     """Problems with a reward. addition:1-3, of numbers with one to three digits, and reasoning-gym:DATASET are
-    generated. gsm8k, math, mmlu and words are read from task_train and task_test. Empty: no problems."""
+    generated. gsm8k, math, mmlu, words and answers are read from task_train and task_test. Empty: no problems."""
     task_train: list[str] = field(default_factory=list)
     """Files of problems to train on."""
     task_test: list[str] = field(default_factory=list)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lm.common.errors import UserError
-from lm.data.dialogs import Dialog, Message, PreferencePair, read_dialogs
+from lm.data.dialog_formats import read_dialogs
+from lm.data.dialogs import Dialog, Message, PreferencePair
 from lm.eval.problems import Problem, Split, Task, is_generated, load_task
 from lm.files.json import write_json_lines
 from lm.posttrain.config import DialogsConfig
@@ -131,12 +132,13 @@ def _starts(example: Example) -> Iterator[str]:
     else:
         messages = [*example.messages]
         if example.question is not None:
-            messages[-2] = Message(role="user", content=example.question)
-    messages = [Message(role=message["role"], content=message["content"]) for message in messages]
+            asked = max(index for index, message in enumerate(messages) if message["role"] == "user")
+            messages[asked] = Message(role="user", content=example.question)
+    parts = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
     first = 1 if messages[0]["role"] == "system" else 0
-    yield json.dumps(messages[first : first + 1], sort_keys=True)
-    for end in range(first + 1, len(messages) + 1):
-        yield json.dumps(messages[:end], sort_keys=True)
+    yield json.dumps(parts[first : first + 1], sort_keys=True)
+    for end in range(first + 1, len(parts) + 1):
+        yield json.dumps(parts[:end], sort_keys=True)
 
 
 def _question(example: Example) -> str:
@@ -198,8 +200,9 @@ def _leave_out_held_out(train: Examples, valid: Examples, test: Task, common: Se
 
 
 def write_rows(path: Path, rows: Iterable[Any]) -> None:
-    """Write dataclass objects as JSON Lines."""
-    write_json_lines(path, map(asdict, rows))
+    """Write dataclass objects as JSON Lines. Dialogs without tools have no field for them."""
+    fields = ({name: value for name, value in asdict(row).items() if (name, value) != ("tools", ())} for row in rows)
+    write_json_lines(path, fields)
 
 
 def read_example_rows(path: Path, *kinds: type[T]) -> list[T]:
@@ -209,7 +212,7 @@ def read_example_rows(path: Path, *kinds: type[T]) -> list[T]:
         row = json.loads(line)
         example: Example
         if "messages" in row:
-            example = Dialog(tuple(row["messages"]), row["question"])
+            example = Dialog(tuple(row["messages"]), row["question"], tuple(row.get("tools", ())))
         elif "chosen" in row:
             example = PreferencePair(tuple(row["prompt"]), row["chosen"], row["rejected"])
         else:

@@ -1,4 +1,4 @@
-"""Rows of JSON Lines and Parquet files, local or by URL. Damaged rows are skipped, counted and named."""
+"""Rows of JSON Lines, JSON arrays, CSV and Parquet, local or by URL. Damaged rows are skipped, counted and named."""
 
 import hashlib
 import math
@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from lm.common.errors import UserError
-from lm.files.compression import detect_format
+from lm.files.compression import detect_format, split_suffixes
 from lm.files.json import parse_json
 from lm.files.retry import is_transient_error
+from lm.text.csv_rows import read_csv
+from lm.text.json_arrays import begins_json_array, split_json_array
 from lm.text.sources import open_decompressed, open_raw
 from lm.text.utf8 import replace_surrogates
 
@@ -45,14 +48,15 @@ class DamagedRows:
 
 
 def read_rows(url: str, damaged: DamagedRows, parse: Callable[[Row], T]) -> Iterator[T]:
-    """Yield ``parse(row)`` for each row of a file: Parquet by its name, JSON Lines otherwise, with any compression.
+    """Yield ``parse(row)`` for each row of a file, with any compression.
+
+    It is Parquet or CSV (also ``.tsv``) by its name, a JSON array by its first character, JSON Lines otherwise.
 
     A row that is not valid, or for which ``parse`` raises ValueError with a reason, is added to ``damaged``. Lone
     surrogates become U+FFFD. Raises UserError if the file cannot be read, has no rows, or if all its rows are damaged.
     """
-    read = _read_parquet if detect_format(url)[0] == "parquet" else _read_json_lines
     row_count, damaged_before = 0, damaged.count
-    for name, load in read(url):
+    for name, load in iterate_rows(url):
         row_count += 1
         try:
             parsed = parse(load())
@@ -61,9 +65,18 @@ def read_rows(url: str, damaged: DamagedRows, parse: Callable[[Row], T]) -> Iter
         else:
             yield parsed
     if not row_count:
-        raise UserError(f"{url} has no rows; give a file of JSON Lines or Parquet.")
+        raise UserError(f"{url} has no rows; give a file of JSON Lines, a JSON array, CSV or Parquet.")
     if damaged.count - damaged_before == row_count:
         raise UserError(f"{url} has no usable row. {damaged}.")
+
+
+def iterate_rows(url: str) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """Yield (name of the row, function that returns it or raises ValueError with a reason) for each row of a file.
+
+    The name is its file and line or row. Raises UserError if the file cannot be read.
+    """
+    suffix = split_suffixes(url)[0]
+    return {".parquet": _read_parquet, ".csv": _read_csv, ".tsv": _read_csv}.get(suffix, _read_json)(url)
 
 
 def read_lines(
@@ -75,18 +88,22 @@ def read_lines(
     for a line of more than ``max_bytes``. The stored bytes are added to ``digest``. Raises UserError if the file cannot
     be read or begins with a JSON array.
     """
-    offset = 0
     with open_decompressed(url, digest) as blocks:
-        for number, (size, line) in enumerate(_split_lines(_refuse_json_array(blocks, url), max_bytes), start=1):
-            # The byte order mark that some programs on Windows write.
-            mark = BOM_UTF8 if number == 1 and line and line.startswith(BOM_UTF8) else b""
-            yield f"line {number:,}", offset + len(mark), line and line.removeprefix(mark)
-            offset += size + 1
+        yield from _name_lines(_refuse_json_array(blocks, url), max_bytes)
+
+
+def _name_lines(blocks: Iterable[bytes], max_bytes: float) -> Iterator[tuple[str, int, bytes | None]]:
+    offset = 0
+    for number, (size, line) in enumerate(_split_lines(blocks, max_bytes), start=1):
+        # The byte order mark that some programs on Windows write.
+        mark = BOM_UTF8 if number == 1 and line and line.startswith(BOM_UTF8) else b""
+        yield f"line {number:,}", offset + len(mark), line and line.removeprefix(mark)
+        offset += size + 1
 
 
 def _refuse_json_array(blocks: Iterable[bytes], url: str) -> Iterator[bytes]:
     for number, block in enumerate(blocks):
-        if not number and block.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+        if not number and begins_json_array(block):
             raise UserError(
                 f"{url} begins with a JSON array, not with JSON Lines. Write one object a line: jq -c '.[]' FILE."
             )
@@ -111,11 +128,22 @@ def _split_lines(blocks: Iterable[bytes], max_bytes: float) -> Iterator[tuple[in
     yield size, b"".join(parts) if size <= max_bytes else None
 
 
-def _read_json_lines(url: str) -> Iterator[tuple[str, Callable[[], Row]]]:
-    """Yield (name of the row, function that returns it or raises ValueError)."""
-    for name, _, line in read_lines(url, max_bytes=_MAX_ROW_BYTES):
-        if line is None or line.strip():
-            yield f"{url}, {name}", partial(_parse_json, line)
+def _read_json(url: str) -> Iterator[tuple[str, Callable[[], Row]]]:
+    with open_decompressed(url) as blocks:
+        head = next(blocks, b"")
+        blocks = chain([head], blocks)
+        if begins_json_array(head):
+            for number, (value, text) in enumerate(split_json_array(blocks, url, _MAX_ROW_BYTES), start=1):
+                yield f"{url}, row {number:,}", partial(_check_row, value, text)
+            return
+        for name, _, line in _name_lines(blocks, _MAX_ROW_BYTES):
+            if line is None or line.strip():
+                yield f"{url}, {name}", partial(_parse_json, line)
+
+
+def _read_csv(url: str) -> Iterator[tuple[str, Callable[[], Row]]]:
+    with open_decompressed(url) as blocks:
+        yield from read_csv(_split_lines(blocks, _MAX_ROW_BYTES), url, _MAX_ROW_BYTES)
 
 
 def _parse_json(line: bytes | None) -> Row:
@@ -125,7 +153,11 @@ def _parse_json(line: bytes | None) -> Row:
         text = line.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: byte 0x{line[error.start]:02x} at offset {error.start:,}") from None
-    row = parse_json(text)
+    return _check_row(parse_json(text), text)
+
+
+def _check_row(row: Any, text: str) -> Row:
+    """Return a row whose JSON text is ``text``, without lone surrogates."""
     if "\\ud" in text.lower():
         try:
             row = _replace_all_surrogates(row)
@@ -172,7 +204,6 @@ def open_parquet(url: str) -> Iterator[Any]:
 
 
 def _read_parquet(url: str) -> Iterator[tuple[str, Callable[[], Row]]]:
-    """Yield (name of the row, function that returns it or raises ValueError)."""
     with open_parquet(url) as file:
         number = 0
         for batch in file.iter_batches(batch_size=256):

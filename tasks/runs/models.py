@@ -18,6 +18,7 @@ from tasks.runs.run_record import absolute_root, find_run, given_name, list_runs
 from tasks.runtime.output import Output, Ref, read_output
 from tasks.runtime.store import Store
 from tasks.sample import load_trained
+from tasks.start_model import read_trained_config
 
 if TYPE_CHECKING:
     from lm.model.transformer import TransformerLM
@@ -46,6 +47,10 @@ class ResolvedModel(ABC):
     @abstractmethod
     def identify(self) -> str:
         """Return a text that changes with the model."""
+
+    @abstractmethod
+    def read_context_length(self) -> int:
+        """Return the model's context length. No weights are read. Raises UserError if a file is damaged."""
 
     @property
     def public_name(self) -> str:
@@ -101,6 +106,10 @@ class RunModel(ResolvedModel):
         """See :meth:`ResolvedModel.identify`."""
         return f"{self.model.ref.stage} {self.model.digest[:16]}"
 
+    def read_context_length(self) -> int:
+        """See :meth:`ResolvedModel.read_context_length`."""
+        return read_trained_config(self.model).context_length
+
     @property
     def public_name(self) -> str:
         """The given name of the run."""
@@ -129,6 +138,12 @@ class DirectoryModel(ResolvedModel):
         files = sorted(path for path in self.directory.iterdir() if path.is_file())
         versions = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         return f"{self.directory.resolve()} {hashlib.sha256(repr(versions).encode()).hexdigest()[:16]}"
+
+    def read_context_length(self) -> int:
+        """See :meth:`ResolvedModel.read_context_length`."""
+        from lm.checkpoint.external import read_context_length
+
+        return read_context_length(self.directory)
 
     @property
     def public_name(self) -> str:
@@ -192,7 +207,6 @@ def resolve_tokenizer(name: str, root: str) -> "TextTokenizer":
 
     Raises UserError if there is no such run or file, or if the run has no tokenizer.
     """
-    from lm.checkpoint.external import load_any_tokenizer
     from lm.tokenizer.tokenizer import Tokenizer
 
     store = Store(absolute_root(root))
@@ -209,6 +223,8 @@ def resolve_tokenizer(name: str, root: str) -> "TextTokenizer":
     try:
         path = Path(name).expanduser()
         if path.exists():
+            from lm.checkpoint.external import load_any_tokenizer  # slow to import: torch
+
             return load_any_tokenizer(path)
     except (OSError, RuntimeError) as error:  # RuntimeError: the home directory of an unknown user
         raise UserError(f"The tokenizer {name!r} cannot be opened: {str(error).rstrip('.')}.") from None

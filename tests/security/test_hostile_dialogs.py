@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from lm.common.errors import UserError
 from lm.data.chat_template import CHAT_TOKENS, encode_chat_prompt, encode_dialog
-from lm.data.dialogs import Dialog, read_dialogs
+from lm.data.dialog_formats import read_dialogs
+from lm.data.dialogs import Dialog
 from lm.eval.problems import read_task
 from lm.inference.chat_format import ChatFormat
 from lm.posttrain.config import DialogsConfig
@@ -144,8 +145,8 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
         b'{"prompt": "a", "response": "\\ud800", "x": ' + nested(900) + b"}",
         "not JSON: maximum recursion depth",
     ),
-    "huge integer": (b'{"prompt": 1' + b"0" * 5000 + b"}", "it needs messages"),
-    "huge float": (b'{"prompt": 1e999, "response": "b"}', "it needs messages"),
+    "huge integer": (b'{"prompt": 1' + b"0" * 5000 + b"}", "it has no usable response; prompt-response rows have"),
+    "huge float": (b'{"prompt": 1e999, "response": "b"}', "prompt must be a text, not inf"),
     "array": (b'["prompt", "response"]', "not a JSON object"),
     "text": (b'"prompt"', "not a JSON object"),
     "null": (b"null", "not a JSON object"),
@@ -268,7 +269,7 @@ def test_parquet_columns_of_wrong_types_are_damaged_rows(tmp_path: Path, columns
 
 READ = """
 import resource, sys
-from lm.data.dialogs import read_dialogs
+from lm.data.dialog_formats import read_dialogs
 from lm.text.rows import DamagedRows
 list(read_dialogs(sys.argv[1], DamagedRows()))  # imports and the first row
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -80,6 +80,22 @@ def test_rows_that_ask_what_is_held_out_are_a_warning_or_an_error(
         run_dialogs(tmp_path, [HELD_OUT, *GOOD[1:]], GOOD[:11])
 
 
+def test_rows_in_the_forms_that_people_have_are_stored_in_our_own(tmp_path: Path) -> None:
+    (tmp_path / "alpaca.json").write_text(
+        json.dumps([{"instruction": "Add.", "input": "1 + 1", "output": "2"}], indent=1)
+    )
+    (tmp_path / "pairs.csv").write_text('prompt,chosen,rejected\n"Hi, you.",Ho.,No.\n')
+    names = [str(tmp_path / name) for name in ("alpaca.json", "pairs.csv")]
+    run = run_context(tmp_path / "root")
+    config = DialogsConfig(train=names, valid_fraction=0)
+    output = read_output(run.store, materialize(dialogs, run, sources(*names), [], [], [], config))
+    [dialog] = [json.loads(line) for line in output.path("dialogs-train.jsonl").read_text().splitlines()]
+    asked = {"role": "user", "content": "Add.\n\n1 + 1"}
+    assert dialog == {"messages": [asked, {"role": "assistant", "content": "2"}], "question": None}
+    [pair] = [json.loads(line) for line in output.path("pairs-train.jsonl").read_text().splitlines()]
+    assert pair == {"prompt": [{"role": "user", "content": "Hi, you."}], "chosen": "Ho.", "rejected": "No."}
+
+
 def test_the_option_that_accepts_unused_rows_does_not_change_the_key(tmp_path: Path) -> None:
     first = run_dialogs(tmp_path, GOOD)
     assert run_dialogs(tmp_path, GOOD, max_unused_fraction=1.0).ref == first.ref

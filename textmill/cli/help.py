@@ -24,7 +24,7 @@ Make a model
   plan         show what a run would do and why, and what it needs
   posttrain    fine-tune a model on dialogs, preferences or rewards
   sweep        train with many settings, and compare
-  teach        collect answers of another model, to fine-tune on
+  teach        ask another model      dialogs    show fine-tuning data
   curate       filter and write text  explain    what a rule makes of a text
 Use a model
   sample       write text             chat       chat in the terminal

@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
             sys.stdout.flush()
     except BaseException as error:
         if interrupt := find_interrupt(error):
-            keeps_nothing = arguments[:1] in (["sample"], ["chat"], ["tokenizers"], ["export"])
+            keeps_nothing = arguments[:1] in (["sample"], ["chat"], ["tokenizers"], ["export"], ["dialogs"])
             print_message("textmill: stopped." if keeps_nothing else STOPPED_MESSAGE)
             code = 128 + signal_number(interrupt)
         elif explained := error if isinstance(error, UserError) else explain_settings_error(error):

@@ -232,6 +232,12 @@ def build_parser(preset: str = "demo", base: PipelineConfig | None = None, only:
     teach = add("teach", "Ask another model for answers to prompts, and keep the right ones for textmill posttrain.")
     teach.add_class_arguments(TeachConfig)
 
+    dialogs = add("dialogs", "Show the first rows of fine-tuning data as the model will see them.", "root")
+    dialogs.option("show", "", "file of dialogs or preferences, in any form of --dialogs.train", required=True)
+    dialogs.option("rows", 3, "rows to show", type=PositiveInt)
+    model_help = "a run below --root, or a directory, to count tokens and compare with its context; default: no model"
+    dialogs.option("model", "", model_help)
+
     tokenizers = add("tokenizers", "Compare tokenizers on texts: compression, speed, vocabulary and split words.")
     tokenizer_help = "a run below --root, a file, or a directory, as NAME or LABEL=NAME; default: the latest run"
     tokenizers.add_argument("tokenizers", nargs="*", type=str, help=tokenizer_help)

@@ -30,7 +30,7 @@ def print_message(message: str, is_error: bool = False) -> None:
     """Print a message to stderr, unless it cannot be written. The name before that of an error is red."""
     with suppress(OSError):
         name, colon, rest = wrap(message, sys.stderr).partition(":")
-        start = _color(name + colon, _RED, sys.stderr) if is_error else name + colon
+        start = color(name + colon, _RED, sys.stderr) if is_error else name + colon
         print(f"{_erase_line(sys.stderr)}{start}{rest}", file=sys.stderr)
 
 
@@ -43,8 +43,8 @@ class LogFormatter(logging.Formatter):
         line = wrap(f"{time}  {super().format(record)}", sys.stderr, " " * (len(time) + 2))
         message = line[len(time) :]
         if record.levelno >= logging.WARNING:
-            message = _color(message, _YELLOW, sys.stderr)
-        return _erase_line(sys.stderr) + _color(time, _DIM, sys.stderr) + message
+            message = color(message, _YELLOW, sys.stderr)
+        return _erase_line(sys.stderr) + color(time, _DIM, sys.stderr) + message
 
 
 def _knows_escapes(stream: TextIO) -> bool:
@@ -56,6 +56,11 @@ def _erase_line(stream: TextIO) -> str:
     return "\r\x1b[K" if _knows_escapes(stream) else ""
 
 
-def _color(text: str, code: int, stream: TextIO) -> str:
+def color(text: str, code: int, stream: TextIO) -> str:
     """Return a text in a style, if a terminal shows it and the user does not set NO_COLOR."""
-    return f"\x1b[{code}m{text}\x1b[0m" if _knows_escapes(stream) and not os.environ.get("NO_COLOR") else text
+    return f"\x1b[{code}m{text}\x1b[0m" if shows_color(stream) else text
+
+
+def shows_color(stream: TextIO) -> bool:
+    """Return whether texts in ``stream`` may have colour."""
+    return _knows_escapes(stream) and not os.environ.get("NO_COLOR")

@@ -175,6 +175,25 @@ def teach_command(options: Namespace) -> None:
     print(format_teaching(teach(read_config(TeachConfig, options))))
 
 
+def dialogs_command(options: Namespace) -> None:
+    """Print the first rows of fine-tuning data in the chat template, and what is left out."""
+    from lm.data.dialog_preview import preview_file
+    from lm.text.sources import expand_urls
+    from textmill.cli.dialogs import format_preview
+
+    tokenizer, context_length = None, 0
+    if options.model:
+        from lm.data.chat_template import add_chat_tokens
+        from lm.tokenizer.text_tokenizer import require_byte_level
+        from tasks.runs.models import resolve_tokenizer
+
+        context_length = resolve_model(options.model, options.root).read_context_length()
+        found = resolve_tokenizer(options.model, options.root)
+        tokenizer = add_chat_tokens(require_byte_level(found, options.model))
+    for url in expand_urls([options.show]):
+        print(format_preview(preview_file(url, options.rows, tokenizer, context_length), url, sys.stdout))
+
+
 def export_command(options: Namespace) -> None:
     """Write a model as a Hugging Face directory, or with ``--gguf`` as a file for llama.cpp."""
     from lm.checkpoint.gguf import save_gguf

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from lm.data.dialogs import Dialog, PreferencePair, final_answer, find_role_problem, parse_row, read_dialogs
+from lm.data.dialog_formats import RowParser, read_dialogs
+from lm.data.dialogs import Dialog, PreferencePair, final_answer, find_role_problem
 from lm.text.rows import DamagedRows
 from tests.helpers.llamas import make_dialog
 
@@ -47,15 +48,15 @@ def with_field(**fields: Any) -> dict[str, Any]:
     ],
 )
 def test_the_four_kinds_of_rows(row: dict[str, Any], expected: Dialog | PreferencePair) -> None:
-    assert parse_row(row) == expected
+    assert RowParser().parse(row) == expected
 
 
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({}, "it needs messages, or the texts prompt and response"),
-        ({"prompt": "a", "response": None}, "it needs messages, or the texts prompt and response"),
-        ({"prompt": ["a"], "chosen": "b", "rejected": "c"}, "it needs messages, or the texts"),
+        ({}, "its fields with a value are none; it needs those of a form, such as messages | prompt, response"),
+        ({"prompt": "a", "response": None}, "its fields with a value are 'prompt'; it needs those"),
+        ({"prompt": ["a"], "chosen": "b", "rejected": "c"}, "prompt has the part 'a', not "),
         ({"messages": []}, "message 0, from the assistant, is missing"),
         ({"messages": make_dialog(system="a")}, "message 1, from the assistant, is missing"),
         ({"messages": make_dialog("a")}, "message 1, from the assistant, is missing"),
@@ -65,7 +66,7 @@ def test_the_four_kinds_of_rows(row: dict[str, Any], expected: Dialog | Preferen
         ({"messages": [*HI, *make_dialog(system="a")]}, "message 2 has the role 'system', not 'user'"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "message 0 has the role 'tool'"),
         ({"messages": [{"role": ["user"], "content": "a"}]}, r"message 0 has the role \['user'\]"),
-        ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "message 0 has no content"),
+        ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "message 0 has the part {'text': 'a'}, not "),
         ({"messages": ["Hi."]}, "message 0 has no content"),
         ({"messages": make_dialog("a", " \n")}, "message 1 is blank"),
         ({"messages": make_dialog("a", "", system="")}, "message 2 is blank"),
@@ -73,15 +74,21 @@ def test_the_four_kinds_of_rows(row: dict[str, Any], expected: Dialog | Preferen
         ({"messages": weighted(0, 0)}, "all answers have the weight 0"),
         ({"messages": weighted(1, 0.5)}, "message 3 has the weight 0.5; it must be 0 or 1"),
         ({"messages": weighted("0", 1)}, "message 1 has the weight '0'"),
-        (with_field(tool_calls=[{"id": "1"}]), "message 1 has tool_calls, which textmill cannot use yet"),
+        (
+            with_field(tool_calls=[{"id": "1"}]),
+            "message 1 has tool_calls, which textmill's own chat template",
+        ),
         (with_field(tool_calls=[{"id": "1"}], content=None), "message 1 has tool_calls"),
         (with_field(function_call={"name": "f"}), "message 1 has function_call"),
         (with_field(reasoning_content="hm"), "message 1 has reasoning_content"),
         (with_field(thinking="hm"), "message 1 has thinking"),
-        ({"messages": list(HI), "tools": [{"type": "function"}]}, "the row has tools, which textmill cannot use yet"),
+        (
+            {"messages": list(HI), "tools": [{"type": "function"}]},
+            "the row has tools, which textmill's own",
+        ),
         ({"prompt": "a", "response": "b", "reasoning_content": "c"}, "the row has reasoning_content"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "tools": [{}]}, "the row has tools"),
-        ({"messages": 5}, "it needs messages"),
+        ({"messages": 5}, "its fields with a value are none; it needs those of a form, such as messages"),
         ({"prompt": "", "response": "b"}, "message 0 is blank"),
         ({"prompt": "x" * 10_000_000, "response": "b"}, "message 0 has 10,000,000 characters, more than 1,000,000"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
@@ -91,7 +98,7 @@ def test_the_four_kinds_of_rows(row: dict[str, Any], expected: Dialog | Preferen
 )
 def test_damaged_rows(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        parse_row(row)
+        RowParser().parse(row)
 
 
 def test_a_dialog_to_be_answered_ends_with_the_user() -> None:

@@ -123,6 +123,37 @@ def test_reasoning_gym() -> None:
         make_reasoning_gym_task("simple_equations", 5, seed=1, no_such_option=2)
 
 
+def test_answers(tmp_path: Path) -> None:
+    asked = [{"role": "user", "content": [{"type": "text", "text": "1+1?"}]}]
+    rows: list[dict[str, Any]] = [
+        {"prompt": asked, "reward_model": {"ground_truth": "2", "style": "rule"}, "data_source": "x"},
+        {"question": "1+1?", "answer": 2},
+        {"problem": "1+1?", "answer": "2", "solution": "It is 2."},
+        {"instruction": "Add.", "input": "1+1", "output": "2"},
+        {"prompt": "1+1?", "ground_truth": ["2", "two"], "answer": "3"},
+        {"prompt": [{"role": "system", "content": "Add."}, *asked], "answer": "2"},
+        {"prompt": "1+1?", "answer": " "},
+        {"text": "1+1?", "answer": "2"},
+        {"prompt": " ", "answer": "2"},
+    ]
+    problems, reasons = read(tmp_path, "answers", *rows)
+    assert problems == [
+        Problem("1+1?", "2", "2"),
+        Problem("1+1?", "2", "2"),
+        Problem("1+1?", "2", "It is 2."),
+        Problem("Add.\n\n1+1", "2", "2"),
+        Problem("1+1?", ["2", "two"], "2"),
+    ]
+    assert reasons == [
+        "prompt must be a text or one message of the user, to be a problem",
+        "no ground_truth, answer, solution, output or completion that is a text or a number",
+        "no prompt, question, problem or instruction",
+        "the prompt is blank",
+    ]
+    reward = get_reward("exact")
+    assert [reward(problem.solution or "", problem.ground_truth)["reward"] for problem in problems] == [1, 1, 0, 1, 1]
+
+
 @pytest.mark.parametrize("seed", [0, 1, (1 << 31) - 1, (1 << 63) - 1])
 def test_the_splits_of_reasoning_gym_have_seeds_that_numpy_takes(seed: int) -> None:
     pytest.importorskip("reasoning_gym", reason="has the tasks")

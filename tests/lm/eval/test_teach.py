@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lm.common.errors import UserError
-from lm.data.dialogs import Dialog, Message, parse_row
+from lm.data.dialog_formats import RowParser
+from lm.data.dialogs import Dialog, Message
 from lm.eval.chat_client import ChatAnswer, ChatRequest
 from lm.eval.config import TeachConfig
 from lm.eval.problems import R1_ZERO_PROMPT
@@ -80,7 +81,7 @@ def test_rows_of_prompts_and_dialogs(tmp_path: Path) -> None:
     assert reasons == [
         "message 0, from the user, is missing",
         "message 0, from the user, is missing",
-        "message 1 has tool_calls, which textmill cannot use yet",
+        "message 1 has tool_calls, which textmill's own chat template cannot render; remove it, or leave the row out",
         "the prompt is blank",
         "no text named prompt and no list named messages",
     ]
@@ -255,4 +256,4 @@ def test_rows_are_dialogs_of_the_posttraining(context: list[str], prompt: str, a
     rounds = [message for text in context for message in (user(text), assistant(text))]
     question = Question((*rounds, user(f"Q: {prompt}")), prompt)
     ((_, row),) = select_answers([question], [["k"]], {"k": replace(ANSWER, text=answer)}, None, 1.0)
-    assert parse_row(json.loads(json.dumps(row))) == Dialog((*question.messages, assistant(answer)), prompt)
+    assert RowParser().parse(json.loads(json.dumps(row))) == Dialog((*question.messages, assistant(answer)), prompt)

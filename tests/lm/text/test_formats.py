@@ -29,8 +29,6 @@ def test_a_json_array_is_called_one(tmp_path: Path, text: str) -> None:
     path = write_text(tmp_path / "alpaca.json", text)
     with pytest.raises(UserError, match=r"alpaca\.json begins with a JSON array, .* Write one object a line"):
         read_documents(str(path))
-    with pytest.raises(UserError, match=r"alpaca\.json begins with a JSON array, .* Write one object a line"):
-        list(read_rows(str(path), DamagedRows(), dict))
 
 
 def test_an_indented_object_is_told_to_be_on_one_line(tmp_path: Path) -> None:

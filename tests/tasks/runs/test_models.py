@@ -253,6 +253,19 @@ def test_the_commands_take_any_model(root: RunContext, tmp_path: Path, capsys: p
             assert f"> Once|{expected}\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", [PRETRAINED, POSTTRAINED])
+def test_the_context_and_the_tokenizer_of_a_run_are_read_without_its_weights(
+    root: RunContext, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "x" * 999, "response": "a"}))
+    resolved = resolve_model(name, root.root)
+    assert resolved.read_context_length() == EXPECTED["reinforce"].config.context_length
+    arguments = ["--show", str(tmp_path / "a.jsonl"), "--model", name, "--root", root.root]
+    assert main(["dialogs", *arguments]) == 0
+    context = f"no answer within the model's context of {resolved.read_context_length()} tokens"
+    assert f"tokens, 2 trained; left out: {context}" in capsys.readouterr().out
+
+
 def test_sentencepiece_is_sampled_and_not_exported(
     root: RunContext, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,7 @@ REQUIRED = {
     "tokenizers": ["--text", "a.txt"],
     "evaluate": ["--task", "words"],
     "teach": ["--model", "m", "--url", "http://u"],
+    "dialogs": ["--show", "a.jsonl"],
 }
 
 
