@@ -7,6 +7,7 @@ from typing import NamedTuple
 from lm.common.errors import UserError
 from lm.hardware.device import explain_out_of_memory
 from lm.inference.config import SampleConfig
+from lm.inference.constraints import Constraint
 from lm.inference.engine import Generation, generate, stream
 from lm.inference.sampler import LogitEdits
 from lm.model.transformer import TransformerLM
@@ -92,20 +93,14 @@ class TextGeneration:
         seed: int,
         on_text: Callable[[str], None] | None = None,
         edits: LogitEdits | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
         self.pieces: list[str] = []
         self._on_text = on_text or self.pieces.append
         self._stream = TextStream(tokenizer.vocab, config.stop)
         self._hidden_ids = frozenset(tokenizer.special_ids.values())
-        self.generation = Generation(
-            prompt,
-            config.max_new_tokens,
-            config,
-            tokenizer.stop_ids,
-            seed,
-            edits or LogitEdits(),
-            on_token=self._on_token,
-        )
+        edits, limit, stop_ids = edits or LogitEdits(), config.max_new_tokens, tokenizer.stop_ids
+        self.generation = Generation(prompt, limit, config, stop_ids, seed, edits, constraint, on_token=self._on_token)
 
     def _on_token(self, token_id: int) -> bool:
         if token_id not in self._hidden_ids:  # a special token that ends nothing is no text

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
+from lm.inference.constraints import Constraint
 from lm.inference.kv_cache import KVCache, PrefixCache
 from lm.inference.prefill import Prefill, PrefillJob
 from lm.inference.runners.runner import make_runner
-from lm.inference.sampler import LogitEditor, LogitEdits, Sampler, TokenScore, score_tokens
+from lm.inference.sampler import LogitEditor, LogitEdits, Sampler, TokenScore, edit_logits, score_tokens
 from lm.inference.speculation import PromptLookup
 from lm.model.transformer import TransformerLM
 
@@ -39,6 +40,8 @@ class Generation:
     """Each of these ids ends the generation and is not part of the result."""
     seed: int = 0
     edits: LogitEdits = field(default_factory=LogitEdits)
+    constraint: Constraint | None = None
+    """Decides which ids are possible, one of its own for each generation; ``stop_ids`` where the text may end."""
     wants_logprobs: bool = False
     """Whether ``logprobs`` are computed."""
     wants_prompt_logprobs: bool = False
@@ -108,7 +111,8 @@ class Generation:
         if score is not None:
             self.logprobs.append(score.logprob)
             self.alternatives.append(score.alternatives)
-        if self.on_token(token_id):
+        is_complete = self.constraint and not self.stop_ids and self.constraint.is_complete  # no id ends it
+        if self.on_token(token_id) or is_complete:
             self.finish_reason = "stop"
         elif len(self.ids) >= self.max_new_tokens:
             self.finish_reason = "length"
@@ -169,10 +173,10 @@ class Engine:
             generation.window_start = max(0, len(generation.prompt) + len(generation.ids) - self.max_seq_len)
             if generation.max_new_tokens == 0:
                 generation.finish_reason = "length"
-            edits, penalty = generation.edits, generation.sampling.repetition_penalty
-            if penalty != 1 or edits != LogitEdits():
-                editor = LogitEditor(edits, penalty, generation.prompt, self._vocab_size, self.device)
-                self._editors[generation] = editor
+            edits, penalty, constraint = generation.edits, generation.sampling.repetition_penalty, generation.constraint
+            if penalty != 1 or edits != LogitEdits() or constraint:
+                options = self._vocab_size, self.device, constraint, generation.stop_ids
+                self._editors[generation] = LogitEditor(edits, penalty, generation.prompt, *options)
             if generation.sampling.speculative_tokens:
                 self._lookups[generation] = PromptLookup(generation.prompt, generation.sampling.speculative_tokens)
         self._sampler = None
@@ -316,27 +320,19 @@ class Engine:
         else:
             sampler = Sampler(settings, self.device)
         with self._runner.sampling_context(len(logits)):
-            ids = sampler.sample(self._edit(logits, generations) if self._editors else logits, uniform)
+            ids = sampler.sample(edit_logits(logits, [*map(self._editors.get, generations)]), uniform)
             scores = self._score(logits, ids, generations)
         id_list: list[int] = ids.tolist()
         for row, (generation, token_id) in enumerate(zip(generations, id_list, strict=True)):
             if not generation.finish_reason:
-                if editor := self._editors.get(generation):
-                    editor.record(token_id)
                 try:
+                    if editor := self._editors.get(generation):
+                        editor.record(token_id)
                     generation.append(token_id, scores.get(row))
                 except Exception as error:
-                    log.exception("on_token of a generation failed.")
+                    log.exception("A generation failed.")
                     generation.fail(error)
         return id_list
-
-    def _edit(self, logits: Tensor, generations: Sequence[Generation]) -> Tensor:
-        """Return a copy of the logits (rows, V) with the edits of each generation."""
-        logits = logits.clone()
-        for row, generation in enumerate(generations):
-            if editor := self._editors.get(generation):
-                logits[row] = editor.edit(logits[row])
-        return logits
 
     def _score(self, logits: Tensor, ids: Tensor, generations: Sequence[Generation]) -> dict[int, TokenScore]:
         """Return the scores of ``ids`` (rows,) by the row, for the generations that want them."""

@@ -6,7 +6,7 @@ Shapes: B sequences, N tokens, V vocabulary.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from lm.inference.config import SampleConfig
+from lm.inference.constraints import Constraint
 from lm.model.functional import softmax
 
 _PARTIAL_SORT_SIZE = 512  # tokens; usually enough for top-k and top-p, and faster than sorting the vocabulary
-_TINY = torch.finfo(torch.float32).tiny
+_TINY, _MIN, _MAX = (getattr(torch.finfo(torch.float32), name) for name in ("tiny", "min", "max"))
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,11 @@ class LogitEdits:
 
 
 class LogitEditor:
-    """Edits the logits of one generation: repetition penalty, then frequency and presence penalty, then biases."""
+    """Edits the logits of one generation: repetition penalty, then frequency and presence penalty, then biases.
+
+    Last, with a ``constraint``, the logits of all ids outside its mask become -inf; see
+    :meth:`lm.inference.constraints.Constraint.mask` for its ``end_ids``.
+    """
 
     def __init__(
         self,
@@ -42,8 +47,11 @@ class LogitEditor:
         prompt: Sequence[int],
         vocab_size: int,
         device: torch.device,
+        constraint: Constraint | None = None,
+        end_ids: Collection[int] = (),
     ) -> None:
         self._edits, self._repetition_penalty = edits, repetition_penalty
+        self._constraint, self._end_ids = constraint, end_ids
         self._seen_V: Tensor | None = None  # tokens of the prompt and the new text
         if repetition_penalty != 1:
             self._seen_V = torch.zeros(vocab_size, dtype=torch.bool, device=device)
@@ -64,14 +72,32 @@ class LogitEditor:
         if self._counts_V is not None:
             logits_V = logits_V - self._edits.frequency_penalty * self._counts_V
             logits_V = logits_V - self._edits.presence_penalty * (self._counts_V > 0)
-        return logits_V.index_add(0, self._bias_ids, self._biases) if len(self._bias_ids) else logits_V
+        if len(self._bias_ids):
+            logits_V = logits_V.index_add(0, self._bias_ids, self._biases)
+        if self._constraint is not None:
+            mask_V = torch.from_numpy(self._constraint.mask(self._end_ids)).to(logits_V.device)
+            # An infinite or undefined logit of an allowed id would make it as unlikely as the others.
+            logits_V = logits_V.nan_to_num(_MIN, _MAX, _MIN).masked_fill_(~mask_V, -math.inf)
+        return logits_V
 
     def record(self, token_id: int) -> None:
-        """Count a sampled token."""
+        """Count a sampled token. Raises ConstraintError if the constraint cannot go on."""
         if self._seen_V is not None:
             self._seen_V[token_id] = True
         if self._counts_V is not None:
             self._counts_V[token_id] += 1
+        if self._constraint is not None and token_id not in self._end_ids:
+            self._constraint.advance(token_id)
+
+
+def edit_logits(logits_BV: Tensor, editors: Sequence[LogitEditor | None]) -> Tensor:
+    """Return the logits as the editor of each row makes them, in a copy if there is one."""
+    if any(editors):
+        logits_BV = logits_BV.clone()
+        for row, editor in enumerate(editors):
+            if editor:
+                logits_BV[row] = editor.edit(logits_BV[row])
+    return logits_BV
 
 
 class Sampler:

@@ -216,6 +216,48 @@ def request(choices: Choices, folder: Path) -> None:
         assert ("error" in json.loads(response, parse_constant=_refuse_constant)) == (status != 200)
 
 
+_SCHEMA: dict[str, Any] = {"type": "object", "additionalProperties": False, "required": ["a", "b"]}
+_SCHEMA["properties"] = {
+    "a": {"type": "string", "maxLength": 3, "pattern": "^[a-z]+$"},
+    "b": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/n"}, {"enum": [None, True]}]}, "maxItems": 2},
+}
+_SCHEMA["$defs"] = {"n": {"type": "integer", "minimum": 1, "maximum": 9, "multipleOf": 2}}
+_CONSTRAINTS: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": _SCHEMA, "strict": True}}},
+    {"guided_json": _SCHEMA},
+    {"structured_outputs": {"json": _SCHEMA}},
+    {"guided_regex": r"(?:ab+|[c-f]{2,3}\d?)*|\p{Lu}$"},
+    {"structured_outputs": {"choice": ["yes", "no", "é"]}},
+    {"guided_grammar": 'root ::= "a" root | [0-9]+ ("b" | "c")?'},
+    {"guided_grammar": 'start: "a" start | /[0-9]+/ B?\nB: "b" | "c"\n%ignore " "\n'},
+    {"guided_grammar": 'start: %json {"type": "integer"} | rest[max_tokens=3]\nrest: /.*/'},
+]
+
+
+def structured_output(choices: Choices, folder: Path) -> None:
+    """Send a request for an answer of some form. The answer has it, or the request is refused."""
+    request = {"prompt": "a", "max_tokens": 12, "temperature": 1, "seed": 1, **choices.pick(_CONSTRAINTS)}
+    request = mutate(request, choices, 1 + choices.below(3))
+    body = json_bytes(request, choices)
+    status, response = _loop().run_until_complete(_send_request(_app(False), "/v1/completions", body))
+    assert status in (200, 400, 404, 413, 429), (status, response)
+    if response.startswith(b"data: "):
+        return
+    content = json.loads(response)
+    assert status == 200 or len(content["error"]["message"]) < 600, response
+    with suppress(ValueError):
+        if status == 200 and json.loads(body).get("guided_json") and content["choices"][0]["finish_reason"] == "stop":
+            assert _is_json(content["choices"][0]["text"]), response
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _refuse_constant(name: str) -> None:
     raise AssertionError(f"{name} is not JSON")
 

@@ -21,6 +21,7 @@ SLOW_TARGETS = {
     "config",
     "preset",
     "request",
+    "structured_output",
     "checkpoint",
     "checkpoint_file",
     "meta",
@@ -32,6 +33,8 @@ SLOW_TARGETS = {
 def run_once(name: str, data: bytes, folder: Path) -> None:
     if name == "sentencepiece":
         pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
+    if name == "structured_output":
+        pytest.importorskip("llguidance", reason="llguidance is not installed")
     if name == "web":
         pytest.importorskip("resiliparse", reason="resiliparse is not installed")
     try:

@@ -45,7 +45,9 @@ class RunningServer:
 
 
 @contextmanager
-def run_server(model: TransformerLM, max_batch_size: int = 4, max_waiting: int = 30) -> Iterator[RunningServer]:
-    application = build_app(model, TOKENIZER, "tiny", max_batch_size, max_waiting)
+def run_server(
+    model: TransformerLM, max_batch_size: int = 4, max_waiting: int = 30, **options: Any
+) -> Iterator[RunningServer]:
+    application = build_app(model, TOKENIZER, "tiny", max_batch_size, max_waiting, **options)
     with serve_app(application) as url:
         yield RunningServer(url, application.state.scheduler, model)

@@ -36,6 +36,7 @@ from textmill.server.openapi import openapi_document
 from textmill.server.page import page_response
 from textmill.server.requests import ApiError, ChatRequest, CompletionRequest, parse_request
 from textmill.server.responses import GenerationResponse
+from textmill.server.structured_output import ConstraintFactory
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ def build_app(
     chat_format = ChatFormat(tokenizer)
     if not chat_format.has_template:
         log.warning(PLAIN_NOTICE)
-    token_names = TokenNames(tokenizer)
+    token_names, constraints = TokenNames(tokenizer), ConstraintFactory(tokenizer)
     scheduler = Scheduler(model, max_batch_size, max_waiting, prefix_cache_bytes)
     metrics = ServerMetrics(scheduler)
 
@@ -134,8 +135,10 @@ def build_app(
         if not 0 < count <= scheduler.capacity:
             raise ApiError(400, f"{count} completions are requested; 1 to {scheduler.capacity} are possible.", "n")
         prompts = await asyncio.to_thread(request.encode_prompts, chat_format)
+        constraint = await constraints.make(request)
+        context_length = model.config.context_length
         response = GenerationResponse(
-            request, prompts, chat_format, token_names, model.config.context_length, speculative_tokens
+            request, prompts, chat_format, token_names, context_length, speculative_tokens, constraint
         )
         choices = {choice.generation: choice for choice in response.choices}
         if response.has_logprobs and (num_scores := sum(map(_count_scores, choices))) > _MAX_SCORES:

@@ -9,9 +9,6 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from fastapi.responses import JSONResponse, Response
 from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
@@ -27,23 +24,15 @@ from lm.inference.chat_format import ChatFormat
 from lm.inference.completion import encode_prompt
 from lm.inference.config import SampleConfig
 from lm.inference.sampler import LogitEdits
+from textmill.server.fields import (
+    FailFastList,
+    ResponseFormat,
+    StrictModel,
+    StructuredOutputs,
+    Unsupported,
+    refuse_unless,
+)
 
-T = TypeVar("T")
-_List = Annotated[list[T], Field(fail_fast=True)]  # report the first wrong item only, not a million
-
-
-def _refuse_unless(*harmless: Any) -> AfterValidator:
-    """Refuse a value that would change the answer: all but null and ``harmless``."""
-
-    def check(value: Any) -> Any:
-        if value is not None and value not in harmless:
-            raise PydanticCustomError("unsupported", "This server does not support it; leave it out")
-        return value
-
-    return AfterValidator(check)
-
-
-_Unsupported = Annotated[Any, _refuse_unless(False, "", [])]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 _MAX_COUNT = 1 << 31  # numbers of thousands of digits cannot be written into a message
@@ -72,25 +61,11 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self.headers or headers.get(self.status))
 
 
-class _StrictModel(BaseModel):
-    """Rejects fields of a wrong type. Unknown fields are ignored, because newer clients send newer fields.
-
-    A known field that would change the answer is declared as unsupported, so that no client takes the answer for the
-    one that it asked for.
-    """
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-
-class _StreamOptions(_StrictModel):
+class _StreamOptions(StrictModel):
     include_usage: bool | None = None
 
 
-class _ResponseFormat(_StrictModel):
-    type: Literal["text"]
-
-
-class GenerationRequest(_StrictModel):
+class GenerationRequest(StrictModel):
     """The common fields of completion and chat requests. Missing fields and null mean the default of SampleConfig.
 
     Features that the server lacks, also those of vLLM and llama.cpp, are accepted only with a value that has no effect.
@@ -113,36 +88,37 @@ class GenerationRequest(_StrictModel):
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    response_format: _ResponseFormat | None = None
+    response_format: ResponseFormat | None = None
 
     # Structured output.
-    structured_outputs: _Unsupported = None
-    guided_json: _Unsupported = None
-    guided_regex: _Unsupported = None
-    guided_choice: _Unsupported = None
-    guided_grammar: _Unsupported = None
-    guided_json_object: _Unsupported = None
-    grammar: _Unsupported = None
-    json_schema: _Unsupported = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: FailFastList[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: Unsupported = None
+    grammar: Unsupported = None
+    json_schema: Unsupported = None
     # Which tokens may come, and where a text ends.
-    allowed_token_ids: _Unsupported = None
-    bad_words: _Unsupported = None
-    stop_token_ids: _Unsupported = None
-    ignore_eos: _Unsupported = None
-    min_tokens: _Unsupported = None
-    include_stop_str_in_output: _Unsupported = None
-    skip_special_tokens: Annotated[Any, _refuse_unless(True)] = None
+    allowed_token_ids: Unsupported = None
+    bad_words: Unsupported = None
+    stop_token_ids: Unsupported = None
+    ignore_eos: Unsupported = None
+    min_tokens: Unsupported = None
+    include_stop_str_in_output: Unsupported = None
+    skip_special_tokens: Annotated[Any, refuse_unless(True)] = None
     # Sampling.
-    use_beam_search: _Unsupported = None
-    typical_p: Annotated[Any, _refuse_unless(1)] = None
-    top_n_sigma: Annotated[Any, _refuse_unless(0, -1)] = None
-    mirostat: _Unsupported = None
-    dynatemp_range: _Unsupported = None
-    dry_multiplier: _Unsupported = None
-    xtc_probability: _Unsupported = None
+    use_beam_search: Unsupported = None
+    typical_p: Annotated[Any, refuse_unless(1)] = None
+    top_n_sigma: Annotated[Any, refuse_unless(0, -1)] = None
+    mirostat: Unsupported = None
+    dynatemp_range: Unsupported = None
+    dry_multiplier: Unsupported = None
+    xtc_probability: Unsupported = None
     # The prompt.
-    prompt_embeds: _Unsupported = None
-    truncate_prompt_tokens: _Unsupported = None
+    prompt_embeds: Unsupported = None
+    truncate_prompt_tokens: Unsupported = None
 
     @field_validator("top_k")
     @classmethod
@@ -171,8 +147,8 @@ class GenerationRequest(_StrictModel):
 class CompletionRequest(GenerationRequest):
     """The body of ``POST /v1/completions``."""
 
-    prompt: str | _List[str] | _List[int] | _List[_List[int]]
-    suffix: _Unsupported = None
+    prompt: str | FailFastList[str] | FailFastList[int] | FailFastList[FailFastList[int]]
+    suffix: Unsupported = None
     best_of: int | None = Field(None, ge=1, le=_MAX_COUNT)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=_MAX_ALTERNATIVES)
@@ -210,7 +186,7 @@ class CompletionRequest(GenerationRequest):
         return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in self._prompts()]
 
 
-class _Part(_StrictModel):
+class _Part(StrictModel):
     type: str
     text: str | None = None
 
@@ -226,16 +202,16 @@ class _Part(_StrictModel):
 
 
 _Content = Annotated[
-    Annotated[str, Tag("str")] | Annotated[_List[_Part], Tag("list[part]")],
+    Annotated[str, Tag("str")] | Annotated[FailFastList[_Part], Tag("list[part]")],
     Discriminator(lambda value: "list[part]" if isinstance(value, list) else "str"),  # errors of one form only
 ]
 
 
-class _ChatMessage(_StrictModel):
-    tool_calls: _Unsupported = None
-    function_call: _Unsupported = None
-    audio: _Unsupported = None
-    prefix: _Unsupported = None
+class _ChatMessage(StrictModel):
+    tool_calls: Unsupported = None
+    function_call: Unsupported = None
+    audio: Unsupported = None
+    prefix: Unsupported = None
     role: Literal["system", "developer", "user", "assistant"]
     content: _Content | None = None
 
@@ -250,24 +226,24 @@ class _ChatMessage(_StrictModel):
 class ChatRequest(GenerationRequest):
     """The body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[_List[_ChatMessage], Field(min_length=1)]
+    messages: Annotated[FailFastList[_ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=0, le=_MAX_COUNT)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=_MAX_ALTERNATIVES)
 
-    tools: _Unsupported = None
-    tool_choice: Annotated[Any, _refuse_unless("none", "auto")] = None
-    functions: _Unsupported = None
-    function_call: Annotated[Any, _refuse_unless("none", "auto")] = None
-    modalities: Annotated[Any, _refuse_unless([], ["text"])] = None
-    audio: _Unsupported = None
-    web_search_options: _Unsupported = None
-    echo: _Unsupported = None
-    best_of: Annotated[Any, _refuse_unless(1)] = None
-    continue_final_message: _Unsupported = None
-    add_generation_prompt: Annotated[Any, _refuse_unless(True)] = None
-    chat_template: _Unsupported = None
-    documents: _Unsupported = None
+    tools: Unsupported = None
+    tool_choice: Annotated[Any, refuse_unless("none", "auto")] = None
+    functions: Unsupported = None
+    function_call: Annotated[Any, refuse_unless("none", "auto")] = None
+    modalities: Annotated[Any, refuse_unless([], ["text"])] = None
+    audio: Unsupported = None
+    web_search_options: Unsupported = None
+    echo: Unsupported = None
+    best_of: Annotated[Any, refuse_unless(1)] = None
+    continue_final_message: Unsupported = None
+    add_generation_prompt: Annotated[Any, refuse_unless(True)] = None
+    chat_template: Unsupported = None
+    documents: Unsupported = None
 
     @property
     def num_alternatives(self) -> int | None:

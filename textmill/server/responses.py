@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 
 from lm.inference.chat_format import Answer, ChatFormat
 from lm.inference.completion import TextGeneration, TextStream
+from lm.inference.constraints import Constraint, ConstraintError
 from lm.inference.scheduler import SchedulerClosed
 from textmill.server.logprobs import LogprobsWriter, ScoredToken, TokenNames
 from textmill.server.requests import ApiError, ChatRequest, CompletionRequest
@@ -44,9 +45,12 @@ class Choice:
         self._has_echo = bool(request.echo)
         self._is_started = False
         self._answer = Answer(chat_format)
-        sampling = request.sample_config(max_tokens, *(chat_format.stop if is_chat else []))
+        constraint = response.constraint and response.constraint.copy()
+        sampling = request.sample_config(max_tokens, *(chat_format.stop if is_chat and not constraint else []))
         sampling = replace(sampling, speculative_tokens=response.speculative_tokens)
-        self._text = TextGeneration(chat_format.tokenizer, prompt, sampling, seed, self._send, response.edits)
+        self._text = TextGeneration(
+            chat_format.tokenizer, prompt, sampling, seed, self._send, response.edits, constraint
+        )
         self.generation = self._text.generation
         self.generation.wants_logprobs = response.has_logprobs or response.has_best_of
         self.generation.wants_prompt_logprobs = response.has_logprobs and self._has_echo
@@ -79,7 +83,7 @@ class Choice:
         if self._has_echo and not self._is_started:
             prompt = TextStream(response.token_names.text_bytes)
             text = "".join([*map(prompt.add, self.generation.prompt), prompt.finish(), text])
-        if response.is_chat:
+        if response.is_chat and not response.constraint:
             text = self._answer.add(text)
         if not (text or update.finish_reason or tokens):
             return None
@@ -106,8 +110,9 @@ class GenerationResponse:
         token_names: TokenNames,
         context_length: int,
         speculative_tokens: int = 0,
+        constraint: Constraint | None = None,
     ) -> None:
-        self.speculative_tokens = speculative_tokens
+        self.speculative_tokens, self.constraint = speculative_tokens, constraint
         self.request, self.chat_format, self.token_names = request, chat_format, token_names
         self.edits = request.logit_edits(chat_format.tokenizer.size)
         self._count, self.generated_count = request.n or 1, request.completions_per_prompt  # for each prompt
@@ -139,6 +144,8 @@ class GenerationResponse:
             update = await self._updates.get()
             if isinstance(update.error, SchedulerClosed):
                 raise ApiError(503, "The server is stopping.")
+            if isinstance(update.error, ConstraintError):
+                raise ApiError(400, str(update.error))
             if update.error:
                 raise ApiError(500, "The model failed; see the server's log.")
             unfinished -= update.finish_reason is not None
