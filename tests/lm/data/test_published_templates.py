@@ -2,7 +2,6 @@
 
 import functools
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +13,10 @@ from lm.data.chat_template import encode_answer, encode_chat_prompt, encode_dial
 from lm.tokenizer.chat_settings import ChatSettings
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.examples import examples
+from tests.helpers.published_chat import TEMPLATE_FOLDER
 from tests.helpers.tokenizers import make_tokenizer, stable_text
 
-FOLDER = Path(__file__).parents[2] / "data" / "chat_templates"
-TEMPLATES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
+TEMPLATES = sorted(path.stem for path in TEMPLATE_FOLDER.glob("*.jinja"))
 SPECIAL = re.compile(r"<[|｜][^|｜<>' ]+[|｜]>|<\|?/?(?:s|think|tool_call|seed:[a-z_]+)\|?>|\[/?[A-Z]+(?:_[A-Z]+)*\]")
 TOOLS = [
     {
@@ -50,7 +49,7 @@ TOOL_DIALOG: list[dict[str, Any]] = [
 @functools.cache
 def load(name: str) -> Tokenizer:
     """Return a tokenizer with a template, and with the special tokens that the template writes."""
-    source = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    source = (TEMPLATE_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     specials = dict.fromkeys(SPECIAL.findall(source))
     specials |= dict.fromkeys(["<|start|>", "<s>", "<|eos|>"])
     tokenizer = make_tokenizer(special_tokens=[*specials])

@@ -75,7 +75,7 @@ class TestOpenAI:
                 client.models.retrieve("other")
             for field, value in (
                 ("tools", [TOOL]),
-                ("response_format", {"type": "json_object"}),
+                ("response_format", {"type": "json_schema"}),
                 ("top_logprobs", 5),
                 ("frequency_penalty", 3),
             ):
