@@ -29,8 +29,8 @@ from lm.tokenizer.tokenizer import Tokenizer
 
 PLAIN_STOP = "\nUser:"
 PLAIN_NOTICE = (
-    "This model was not trained on textmill's chat template. It gets the dialog as lines of plain text, so its answers "
-    "may not fit; fine-tune it to chat."
+    "This model has no chat template. It gets the dialog as lines of plain text, so its answers may not fit; fine-tune "
+    "it to chat."
 )
 _MAX_BATCH_SIZE = 32
 
