@@ -12,7 +12,15 @@ from tasks.runtime.store import Store
 
 def find_model_files(directory: Path, store: Store) -> list[Source]:
     """Return the files of a model in a local directory, with their digests."""
-    patterns = ("*.json", "*.safetensors", "*.pth", "*.model", "merges.txt", "*.jinja")
+    patterns = (
+        "*.json",
+        "*.safetensors",
+        "*.pth",
+        "*.model",
+        "merges.txt",
+        "*.jinja",
+        "additional_chat_templates/*.jinja",
+    )
     paths = sorted(str(path) for pattern in patterns for path in directory.resolve().glob(pattern) if path.is_file())
     if not paths:
         from lm.checkpoint.external_weights import refuse_other_formats
@@ -31,7 +39,7 @@ def import_model(out: Attempt, files: list[Source]) -> None:
     from lm.checkpoint.training_checkpoint import save_training, step_name
     from lm.tokenizer.text_tokenizer import require_byte_level
 
-    directory = Path(files[0].url.removeprefix("file://")).parent
+    directory = min((Path(file.url.removeprefix("file://")).parent for file in files), key=lambda path: len(path.parts))
     out.sources = files
     with keep_unchanged(files, out.run.store), torch.random.fork_rng(devices=[]):
         model, tokenizer = load_external(directory, "cpu", torch.float32)

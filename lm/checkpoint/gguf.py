@@ -212,7 +212,7 @@ def _add_tokenizer_metadata(writer: "GGUFWriter", tokenizer: Tokenizer, config: 
     writer.add_bos_token_id(tokenizer.special_ids[begin] if begin else end_id)
     # Dialogs in the chat template are trained without it.
     template = find_template(tokenizer)
-    writer.add_add_bos_token(tokenizer.begin_token is not None and template is None)
+    writer.add_add_bos_token(tokenizer.begin_token is not None and not (template and template.is_own))
     writer.add_add_eos_token(False)
     if template:
         end = END_TOKEN if template.is_own else template.tokens.get("eos_token", end)

@@ -1,5 +1,6 @@
 """What Hugging Face's files say about dialogs: the chat templates, the tokens that end an answer, and sampling."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from lm.tokenizer.chat_settings import ChatSettings
 from lm.tokenizer.text_tokenizer import find_text_ends
 from lm.tokenizer.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
+
 _IDS = {"bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"}
 _NO_SETTINGS = {"transformers_version", "_from_model_config"}
 
@@ -20,19 +23,19 @@ def read_chat_settings(directory: Path, tokenizer: Tokenizer) -> ChatSettings | 
 
     Templates are those of ``chat_template.jinja``, of ``additional_chat_templates/``, of ``chat_template.json``, or of
     ``tokenizer_config.json``. A generation ends with the ids of ``generation_config.json``, or else of ``config.json``,
-    and with the tokenizer's ``eos_token``. Raises UserError for a damaged file, and for an id outside the vocabulary.
+    and with the tokenizer's ``eos_token``. Raises UserError for a damaged file.
     """
     about, config, generation = (
         _read(directory / name) for name in ("tokenizer_config.json", "config.json", "generation_config.json")
     )
     templates = find_chat_templates(directory)
-    tokens = {name: text for name in about if name.endswith("_token") and (text := _token_text(about[name]))}
+    named = _read(directory / "special_tokens_map.json") | about
+    tokens = {name: text for name in named if name.endswith("_token") and (text := _token_text(named[name]))}
     ids = generation.get("eos_token_id", config.get("eos_token_id"))
-    end_ids = {*(ids if isinstance(ids, list) else [] if ids is None else [ids])}
-    if bad := [end_id for end_id in end_ids if type(end_id) is not int or end_id not in tokenizer.vocab]:
-        if not templates:
-            return None  # as before there were templates
-        raise UserError(f"{directory}: eos_token_id has {bad[0]!r}, which is no id of the tokenizer.")
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if unknown := [end_id for end_id in ids if type(end_id) is not int or end_id not in tokenizer.vocab]:
+        log.warning("%s: eos_token_id has %r, which is no id of the tokenizer; it ends nothing.", directory, unknown[0])
+    end_ids = {end_id for end_id in ids if end_id not in unknown}
     if (end := tokens.get("eos_token")) in tokenizer.added_ids:
         end_ids.add(tokenizer.added_ids[end or ""])
     settings = {name: value for name, value in generation.items() if name not in _IDS | _NO_SETTINGS}
@@ -60,7 +63,7 @@ def find_chat_templates(directory: Path) -> dict[str, str]:
         templates = {"": None}  # type: ignore[dict-item]
     if not all(isinstance(source, str) for source in templates.values()):
         raise UserError(f"{directory}: chat_template is neither a text nor a list of templates with names.")
-    return templates
+    return {name: source for name, source in templates.items() if source.strip()}
 
 
 def chat_fields(tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -70,9 +73,9 @@ def chat_fields(tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     begin, end = find_text_ends(tokenizer)
     template, chat = find_template(tokenizer), tokenizer.chat or ChatSettings()
-    tokens = {"bos_token": begin, "eos_token": end, **chat.tokens}
-    if template and template.is_own:
-        tokens["eos_token"] = END_TOKEN
+    if template and not template.is_own:
+        begin = end = None  # those of its files alone
+    tokens = {"bos_token": begin, "eos_token": END_TOKEN if template and template.is_own else end, **chat.tokens}
     ids = {
         "bos_token_id": tokenizer.added_ids.get(tokens["bos_token"] or ""),
         "eos_token_id": sorted(tokenizer.stop_ids) or None,

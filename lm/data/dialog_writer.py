@@ -30,7 +30,10 @@ class DialogWriter:
         self._tokenizer, self._template = tokenizer, template
         texts = [*_texts([messages, variables])]
         self._mark = next((mark for mark in _MARKS if not any(mark in text for text in texts)), None)
-        self._specials = _find_specials(tuple(tokenizer.special_tokens))
+        # Some models end answers with an added token that is not special.
+        control_ids = tokenizer.stop_ids | {tokenizer.added_ids.get(text) for text in template.tokens.values()}
+        control = [text for text, token_id in tokenizer.added_ids.items() if token_id in control_ids]
+        self._specials = _find_specials(tuple(dict.fromkeys([*tokenizer.special_tokens, *control])))
         if self._mark is None or any(mark in text for text in texts for mark in GENERATION_MARKS):
             raise UserError("A message has characters from U+FDD0 on, which are no characters; remove them.")
         self._messages = _map_texts(self._split_specials, list(messages))
@@ -40,10 +43,12 @@ class DialogWriter:
         """Return the text of the first ``count`` messages."""
         return self._template.write(self._messages[:count], **{**self._variables, **variables})
 
-    def write_begun(self) -> str:
-        """Return the text up to the end of the last message's content."""
-        text, [(_, end)] = split_generations(self._write_marked(len(self._messages) - 1))
-        return text[:end]
+    def find_content(self, number: int) -> tuple[str, int, int]:
+        """Return the text of the dialog, and where the content of a message begins and ends in it."""
+        text, spans = split_generations(self._write_marked(number))
+        if len(spans) != 1:
+            raise UserError(f"The chat template does not show message {number} once, so its place is not known.")
+        return text, *spans[0]
 
     def write_before(self, text: str, number: int) -> str:
         """Return the part of a dialog's ``text`` before the answer of message ``number``: as much of the prompt for the
@@ -57,7 +62,7 @@ class DialogWriter:
         common = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), len(text))
         if common >= len(before):
             return text[:common]
-        unmarked, [(start, _)] = split_generations(self._write_marked(number))
+        unmarked, start, _ = self.find_content(number)
         if unmarked != text:
             raise UserError(
                 f"The chat template changes the text of message {number}, so its place is not known. Use "
@@ -65,25 +70,37 @@ class DialogWriter:
             )
         return text[:start]
 
+    def write_limit(self, text: str, number: int) -> str:
+        """Return the part of a dialog's ``text`` in which the end of message ``number`` is: all before the content of
+        the next message, if that is found."""
+        if number + 1 == len(self._messages):
+            return text
+        try:
+            unmarked, start, _ = self.find_content(number + 1)
+        except UserError:  # such as a message of a tool
+            return self.write_through(text, number)
+        return text[:start] if unmarked == text else self.write_through(text, number)
+
     def write_through(self, text: str, number: int) -> str:
-        """Return the part of a dialog's ``text`` up to the end of message ``number``."""
+        """Return the part of a dialog's ``text`` up to the end of message ``number``, or of its content if the template
+        ends a last message differently."""
         through = split_generations(self.write(number + 1))[0]
-        if not text.startswith(through):
+        if text.startswith(through):
+            return through
+        unmarked, _, end = self.find_content(number)
+        if unmarked != text:
             raise UserError(
-                f"The chat template ends message {number}, an answer, without a token that ends a generation. Use a "
+                f"The chat template changes the text of message {number}, an answer, so its end is not known. Use a "
                 "template with {% generation %}."
             )
-        return through
+        return text[:end]
 
     def _write_marked(self, number: int) -> str:
         """Return the text of all messages, with marks around the content of one."""
         begin, end = GENERATION_MARKS
         messages = [*self._messages]
-        messages[number] = {**messages[number], "content": f"{begin}{messages[number]['content']}{end}"}
-        text = self._template.write(messages, **self._variables)
-        if len(split_generations(text)[1]) != 1:
-            raise UserError(f"The chat template does not show message {number} once, so its place is not known.")
-        return text
+        messages[number] = {**messages[number], "content": f"{begin}{messages[number].get('content') or ''}{end}"}
+        return self._template.write(messages, **self._variables)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a rendered text."""
@@ -91,11 +108,19 @@ class DialogWriter:
         if mark is None or mark not in text:
             return self._tokenizer.encode(text)
         ids: list[int] = []
-        for part in self._specials.split(text) if self._specials else [text]:
-            if part in self._tokenizer.special_ids:
-                ids.append(self._tokenizer.special_ids[part])
-            else:
-                ids += self._tokenizer.encode(part.replace(mark, ""), allowed_special=())
+        parts = self._specials.split(text) if self._specials else [text]
+        tokens = {token.content: token for token in self._tokenizer.added_tokens}
+        for index, part in enumerate(parts):
+            if index % 2:  # between the parts that are text
+                ids.append(self._tokenizer.added_ids[part])
+                continue
+            if index and tokens[parts[index - 1]].rstrip:
+                part = part.lstrip()
+            if index + 1 < len(parts) and tokens[parts[index + 1]].lstrip:
+                part = part.rstrip()
+            # At a mark, the text is divided too: an added token that is not special is found in any text.
+            for piece in part.split(mark):
+                ids += self._tokenizer.encode(piece, allowed_special=())
         return ids
 
     def count_bytes(self, text: str) -> int:
@@ -107,7 +132,7 @@ class DialogWriter:
         while self._specials and (match := self._specials.search(text)):
             if len(match[0]) == 1:
                 raise UserError(f"A message has the character {match[0]!r}, which is a special token of the model.")
-            text = text[: match.start() + 1] + (self._mark or "") + text[match.start() + 1 :]
+            text = self._specials.sub(lambda found: f"{found[0][0]}{self._mark}{found[0][1:]}", text)
         return text
 
 

@@ -95,8 +95,8 @@ def render_foreign(source: str, variables: Mapping[str, Any]) -> str:
             answer = json.loads(_processes[0].ask(request))
         except ChildEnded:
             raise UserError(
-                f"The chat template takes more than {_MAX_SECONDS} s or {_MAX_MEMORY_BYTES >> 30} GiB of memory. "
-                "Correct it, or use another one."
+                f"The chat template takes more than {_MAX_SECONDS} s or {_MAX_MEMORY_BYTES >> 30} GiB of memory, or "
+                "its process was killed. Correct it, or use another one."
             ) from None
     if "problem" in answer:
         raise UserError(answer["problem"])

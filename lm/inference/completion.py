@@ -103,8 +103,8 @@ class TextGeneration:
         self.generation = Generation(prompt, limit, config, stop_ids, seed, edits, constraint, on_token=self._on_token)
 
     def _on_token(self, token_id: int) -> bool:
-        if token_id not in self._hidden_ids:  # a special token that ends nothing is no text
-            self._on_text(self._stream.add(token_id))
+        is_hidden = token_id in self._hidden_ids  # a special token that ends nothing is no text
+        self._on_text(self._stream.add(-1 if is_hidden else token_id))
         return self._stream.is_stopped
 
     def finish(self) -> str:

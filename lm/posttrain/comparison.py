@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lm.data.chat_template import encode_dialog, find_end_ids
+from lm.data.chat_template import encode_dialog, encode_rows, find_end_ids
 from lm.data.dialogs import Dialog
 from lm.data.packing import has_target
 from lm.eval.evaluate import Response, ScoredResponse, Summary, score_responses, summarize
@@ -56,7 +56,8 @@ def compare_model(
     weights of ``model`` are packed for inference.
     """
     loss, context_length = None, model.config.context_length
-    dialogs = [dialog for dialog in dialogs if has_target(encode_dialog(tokenizer, dialog.messages), context_length)]
+    encoded = encode_rows(dialogs, lambda dialog: encode_dialog(tokenizer, dialog.messages))
+    dialogs = [dialog for dialog, example in encoded if has_target(example, context_length)]
     if dialogs:
         objective = SupervisedFineTuning(
             TrainConfig(batch_size=16), ObjectiveInputs(model, tokenizer, dialogs, dialogs)

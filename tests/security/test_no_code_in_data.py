@@ -217,4 +217,4 @@ def test_each_dependency_is_used_and_has_a_version_range() -> None:
                 continue
             assert IMPORT_NAMES.get(name, name).replace("-", "_") in modules, f"{name} is not imported"
             assert re.search(r"[<>=]", version), f"{name} has no version range"
-    assert len(project["dependencies"]) <= 20
+    assert len(project["dependencies"]) <= 21

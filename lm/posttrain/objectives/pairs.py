@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lm.common.errors import UserError
 from lm.data.batches import shuffled_indices
-from lm.data.chat_template import encode_answer
+from lm.data.chat_template import encode_answer, encode_rows
 from lm.data.dialogs import Message, PreferencePair
 from lm.distributed.process_group import all_reduce_mean, get_rank, get_world_size
 from lm.model.transformer import TransformerLM
@@ -68,7 +68,11 @@ class PairObjective(Objective):
         self.device, train = inputs.device, inputs.train
         self.rank, self.world_size = get_rank(), get_world_size()
         kept, kept_valid = (
-            [encoded for pair in pairs if (encoded := encode_pair(self.tokenizer, pair)).length <= max_tokens]
+            [
+                encoded
+                for _, encoded in encode_rows(pairs, lambda pair: encode_pair(self.tokenizer, pair))
+                if encoded.length <= max_tokens
+            ]
             for pairs in (train, inputs.valid)
         )
         if not kept:

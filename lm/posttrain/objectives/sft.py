@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lm.common.errors import UserError
 from lm.data.batches import shuffled_indices
-from lm.data.chat_template import encode_dialog
+from lm.data.chat_template import encode_dialog, encode_rows
 from lm.data.dialogs import Dialog
 from lm.data.packing import PackedRows, pack_examples
 from lm.distributed.process_group import all_reduce_mean, get_data_rank, get_data_world_size
@@ -58,7 +58,13 @@ class SupervisedFineTuning(Objective):
         self.device = inputs.device
         context_length = inputs.model.config.context_length
         self.train, self.valid = (
-            pack_examples([encode_dialog(self.tokenizer, dialog.messages) for dialog in dialogs], context_length)
+            pack_examples(
+                [
+                    example
+                    for _, example in encode_rows(dialogs, lambda one: encode_dialog(self.tokenizer, one.messages))
+                ],
+                context_length,
+            )
             for dialogs in (inputs.train, inputs.valid)
         )
         if not len(self.train.input_ids):

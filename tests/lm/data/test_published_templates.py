@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm.common.errors import UserError
-from lm.data.chat_template import encode_answer, encode_chat_prompt, encode_dialog, find_end_ids
+from lm.data.chat_template import add_chat_tokens, encode_answer, encode_chat_prompt, encode_dialog, find_end_ids
 from lm.tokenizer.chat_settings import ChatSettings
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.examples import examples
@@ -53,17 +53,27 @@ def load(name: str) -> Tokenizer:
     specials = dict.fromkeys(SPECIAL.findall(source))
     specials |= dict.fromkeys(["<|start|>", "<s>", "<|eos|>"])
     tokenizer = make_tokenizer(special_tokens=[*specials])
-    ends = [text for text in END_TOKENS if text in specials]
-    if not ends:  # the next message ends an answer of GLM
-        ends = ["<|user|>", "<|observation|>"] if "<|user|>" in specials else ["<|eos|>"]
+    ends = ENDS.get(name, ["<|eos|>"])
     tokens = {"bos_token": "<s>", "eos_token": ends[0]}
     tokenizer.chat = ChatSettings({"default": source}, tokens, tuple(tokenizer.special_ids[text] for text in ends))
     return tokenizer
 
 
-END_TOKENS = (
-    "<|im_end|>", "<|end_of_text|>", "</s>", "<｜end▁of▁sentence｜>", "<|return|>", "<|end|>", "<seed:eos>"
-)  # fmt: skip
+ENDS = {  # those of the published models' own files
+    "Qwen-Qwen2.5-7B-Instruct": ["<|im_end|>"],
+    "Qwen-Qwen3-0.6B": ["<|im_end|>"],
+    "Qwen-QwQ-32B": ["<|im_end|>"],
+    "Qwen3-Coder": ["<|im_end|>"],
+    "HuggingFaceTB-SmolLM3-3B": ["<|im_end|>"],
+    "ibm-granite-granite-3.3-2B-Instruct": ["<|end_of_text|>"],
+    "ibm-granite-granite-4.0": ["<|end_of_text|>"],
+    "microsoft-Phi-3.5-mini-instruct": ["<|end|>"],
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": ["<｜end▁of▁sentence｜>"],
+    "deepseek-ai-DeepSeek-V3.1": ["<｜end▁of▁sentence｜>"],
+    "GLM-4.6": ["<|user|>", "<|observation|>"],
+    "openai-gpt-oss-120b": ["<|return|>", "<|call|>"],
+    "ByteDance-Seed-OSS": ["<seed:eos>"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +165,7 @@ def test_the_targets_are_the_answers_and_their_ends(name: str) -> None:
     assert "one" not in learned and "two" not in learned and "user" not in learned
     prompt, answer = encode_answer(tokenizer, dialog)
     assert "Sixty-four." in tokenizer.decode(answer) and "Seven" not in tokenizer.decode(answer)
-    assert (answer[-1] in find_end_ids(tokenizer)) == (name != "GLM-4.6")
+    assert (answer[-1] in find_end_ids(tokenizer)) == (name != "GLM-4.6"), "the next message ends an answer of GLM"
+    assert find_end_ids(add_chat_tokens(tokenizer)) >= find_end_ids(tokenizer)
     begun = encode_chat_prompt(tokenizer, dialog, continues=True)
     assert tokenizer.decode(begun).endswith("Sixty-four.") and begun[: len(prompt)] == prompt
