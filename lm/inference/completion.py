@@ -13,6 +13,7 @@ from lm.inference.sampler import LogitEdits
 from lm.model.transformer import TransformerLM
 from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.text_tokenizer import TextTokenizer
+from lm.tokenizer.tokenizer import Tokenizer
 
 OUT_OF_MEMORY = (
     "The model's KV cache does not fit into memory; lower the maximum of new tokens, or the number of samples."
@@ -55,14 +56,22 @@ class TextStream:
         return text[:end]
 
 
-def encode_prompt(tokenizer: TextTokenizer, prompt: str) -> list[int]:
-    """Return the ids of a user's prompt; special tokens in it are plain text.
+def encode_prompt(
+    tokenizer: TextTokenizer, prompt: str, *, has_begin: bool = True, parses_special: bool = False
+) -> list[int]:
+    """Return the ids of a user's prompt; special tokens in it are plain text, unless it ``parses_special``.
 
-    They begin with the token that the model has seen before each text, if the tokenizer names one, as Llama's do.
-    Without one, an empty prompt becomes ``<|endoftext|>``, if the tokenizer has it: the model starts a new document.
+    If it ``has_begin``, they begin with the token that the model has seen before each text, if the tokenizer names one,
+    as Llama's do. Without one, an empty prompt becomes ``<|endoftext|>``, if the tokenizer has it: the model starts a
+    new document. Raises UserError for special tokens in a prompt of a SentencePiece tokenizer.
     """
-    ids = tokenizer.encode(prompt, allowed_special=())
-    if tokenizer.begin_token:
+    if parses_special:
+        if not isinstance(tokenizer, Tokenizer):
+            raise UserError("The special tokens of a SentencePiece tokenizer cannot be written as text.")
+        ids = tokenizer.encode(prompt)
+    else:
+        ids = tokenizer.encode(prompt, allowed_special=())
+    if tokenizer.begin_token and has_begin:
         return [tokenizer.special_ids[tokenizer.begin_token], *ids]
     if not ids and END_OF_TEXT in tokenizer.special_ids:
         return [tokenizer.special_ids[END_OF_TEXT]]

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -37,6 +37,7 @@ from textmill.server.page import page_response
 from textmill.server.requests import ApiError, ChatRequest, CompletionRequest, parse_request
 from textmill.server.responses import GenerationResponse
 from textmill.server.structured_output import ConstraintFactory
+from textmill.server.tokens import DetokenizeRequest, TokenizeRequest
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +46,12 @@ _MAX_SCORES = 1 << 18  # log-probabilities of a response: about 10 MB; json keep
 _SHUTDOWN_SECONDS = 5  # time for open responses when the server stops
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status code; nobody receives it
 _ALIAS = "textmill"  # a name that every served model answers to
+R = TypeVar("R", bound=CompletionRequest | ChatRequest | TokenizeRequest | DetokenizeRequest)
 _METHODS = {
     "/v1/completions": "POST",
     "/v1/chat/completions": "POST",
+    "/tokenize": "POST",
+    "/detokenize": "POST",
     "/v1/models": "GET",
     "/openapi.json": "GET",
     "/health": "GET",
@@ -121,7 +125,7 @@ def build_app(
             message = f"There is no model {requested[:80]!r}; this is {name!r}."
             raise ApiError(404, message, "model", "model_not_found")
 
-    async def generate(http_request: Request, request_type: type[CompletionRequest] | type[ChatRequest]) -> Response:
+    async def read_request(http_request: Request, request_type: type[R]) -> R:
         body = bytearray()
         async for part in http_request.stream():
             body += part
@@ -130,6 +134,10 @@ def build_app(
         request = parse_request(request_type, bytes(body))
         if request.model is not None:
             check_model(request.model)
+        return request
+
+    async def generate(http_request: Request, request_type: type[CompletionRequest] | type[ChatRequest]) -> Response:
+        request = await read_request(http_request, request_type)
         request.model = name
         count = request.count_prompts() * request.completions_per_prompt
         if not 0 < count <= scheduler.capacity:
@@ -168,6 +176,16 @@ def build_app(
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         return await generate(request, ChatRequest)
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> dict[str, Any]:
+        body = await read_request(request, TokenizeRequest)
+        ids = await asyncio.to_thread(body.encode, chat_format)
+        return {"tokens": ids, "count": len(ids), "max_model_len": model.config.context_length}
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> dict[str, Any]:
+        return {"prompt": (await read_request(request, DetokenizeRequest)).decode(chat_format)}
 
     model_json = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "textmill"}
     # Not OpenAI's; textmill evaluate and the page read them.

@@ -7,11 +7,15 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 from starlette.routing import BaseRoute
 
+from textmill.server.fields import StrictModel
 from textmill.server.requests import ChatRequest, CompletionRequest
+from textmill.server.tokens import DetokenizeRequest, TokenizeRequest
 
-_BODIES: dict[str, type[CompletionRequest | ChatRequest]] = {
+_BODIES: dict[str, type[StrictModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
 }
 
 

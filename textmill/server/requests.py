@@ -85,6 +85,7 @@ class GenerationRequest(StrictModel):
     n: int | None = Field(None, ge=1, le=_MAX_COUNT)
     # OpenAI's limit is 4; tasks of evaluation harnesses have more.
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
@@ -103,7 +104,6 @@ class GenerationRequest(StrictModel):
     # Which tokens may come, and where a text ends.
     allowed_token_ids: Unsupported = None
     bad_words: Unsupported = None
-    stop_token_ids: Unsupported = None
     ignore_eos: Unsupported = None
     min_tokens: Unsupported = None
     include_stop_str_in_output: Unsupported = None
@@ -148,6 +148,8 @@ class CompletionRequest(GenerationRequest):
     """The body of ``POST /v1/completions``."""
 
     prompt: str | FailFastList[str] | FailFastList[int] | FailFastList[FailFastList[int]]
+    add_special_tokens: bool | None = None
+    parse_special: bool | None = None
     suffix: Unsupported = None
     best_of: int | None = Field(None, ge=1, le=_MAX_COUNT)
     echo: bool | None = None
@@ -181,9 +183,13 @@ class CompletionRequest(GenerationRequest):
         return len(self._prompts())
 
     def encode_prompts(self, chat_format: ChatFormat) -> list[list[int]]:
-        """Return the token ids of the prompts."""
-        encode = partial(encode_prompt, chat_format.tokenizer)
-        return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in self._prompts()]
+        """Return the token ids of the prompts. Raise ApiError if special tokens in them cannot be encoded."""
+        has_begin, parses_special = self.add_special_tokens is not False, bool(self.parse_special)
+        encode = partial(encode_prompt, chat_format.tokenizer, has_begin=has_begin, parses_special=parses_special)
+        try:
+            return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in self._prompts()]
+        except UserError as error:
+            raise ApiError(400, str(error), "parse_special") from None
 
 
 class _Part(StrictModel):
@@ -240,8 +246,8 @@ class ChatRequest(GenerationRequest):
     web_search_options: Unsupported = None
     echo: Unsupported = None
     best_of: Annotated[Any, refuse_unless(1)] = None
-    continue_final_message: Unsupported = None
-    add_generation_prompt: Annotated[Any, refuse_unless(True)] = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     chat_template: Unsupported = None
     documents: Unsupported = None
 
@@ -271,13 +277,20 @@ class ChatRequest(GenerationRequest):
             content = message.content or ""
             text = content if isinstance(content, str) else "".join(part.text or "" for part in content)
             messages.append(Message(role="system" if message.role == "developer" else message.role, content=text))
+        continues = bool(self.continue_final_message)
+        if self.add_generation_prompt is not None and self.add_generation_prompt == continues:
+            problem = "add_generation_prompt must be the opposite of continue_final_message; leave it out."
+            raise ApiError(400, problem, "add_generation_prompt")
+        if continues and messages[-1]["role"] != "assistant":
+            problem = "continue_final_message needs a last message of the assistant, which the answer continues."
+            raise ApiError(400, problem, "continue_final_message")
         try:
-            return [chat_format.encode(messages)]
+            return [chat_format.encode(messages, continues=continues)]
         except UserError as error:
             raise ApiError(400, str(error), "messages") from None
 
 
-R = TypeVar("R", bound=GenerationRequest)
+R = TypeVar("R", bound=StrictModel)
 
 
 def parse_request(request_type: type[R], body: bytes) -> R:
