@@ -19,6 +19,7 @@ DIALOGS = [make_dialog("Once upon a time"), make_dialog("Hi", "Ho", "déjà <|im
 def save_qwen(directory: Path) -> None:
     """Write a random Qwen2 of transformers whose ``<|im_end|>`` ends an answer and is not special."""
     transformers = pytest.importorskip("transformers", reason="makes the model")
+    directory.mkdir(exist_ok=True)
     ours = make_tokenizer(special_tokens=SPECIALS)
     ours.save_tokenizer_json(directory / "tokenizer.json")
     content = json.loads((directory / "tokenizer.json").read_text())
