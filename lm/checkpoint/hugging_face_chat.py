@@ -69,7 +69,7 @@ def find_chat_templates(directory: Path) -> dict[str, str]:
 def chat_fields(tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the fields of ``tokenizer_config.json`` and of ``generation_config.json`` for an export.
 
-    The ids are written even if there are none: the defaults of transformers are 1 and 2.
+    An id that the model lacks is written as null, because the defaults of transformers are 1 and 2.
     """
     begin, end = find_text_ends(tokenizer)
     template, chat = find_template(tokenizer), tokenizer.chat or ChatSettings()

@@ -145,7 +145,7 @@ def _fit_loss(tokens_RK: Array, losses_R: Array) -> _Fit:
 def _fit_worths(tokens_RK: Array, losses_R: Array, irreducible_G: Array, exponents_G: Array) -> _Fit:
     """Return the best fit of a grid of irreducible losses and exponents.
 
-    The worths minimize a quadratic form on the numbers of at least 0, one of them after the other.
+    Non-negative least squares by coordinate descent gives the worths.
     """
     rest_GR = losses_R - irreducible_G[:, None]
     counted_GR = rest_GR ** (-1 / exponents_G[:, None])

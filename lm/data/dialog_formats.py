@@ -44,7 +44,7 @@ def read_dialogs(url: str, damaged: DamagedRows, has_tools: bool = False) -> Ite
 
 
 class RowParser:
-    """Reads the rows of a file, and knows the forms of those it read."""
+    """Reads the rows of a file, and counts their forms."""
 
     def __init__(self, has_tools: bool = False) -> None:
         self._has_tools = has_tools

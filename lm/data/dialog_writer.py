@@ -62,13 +62,7 @@ class DialogWriter:
         common = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), len(text))
         if common >= len(before):
             return text[:common]
-        unmarked, start, _ = self.find_content(number)
-        if unmarked != text:
-            raise UserError(
-                f"The chat template changes the text of message {number}, so its place is not known. Use "
-                "a template with {% generation %}."
-            )
-        return text[:start]
+        return text[: self._place_content(text, number)[0]]
 
     def write_limit(self, text: str, number: int) -> str:
         """Return the part of a dialog's ``text`` in which the end of message ``number`` is: all before the content of
@@ -76,10 +70,9 @@ class DialogWriter:
         if number + 1 == len(self._messages):
             return text
         try:
-            unmarked, start, _ = self.find_content(number + 1)
-        except UserError:  # such as a message of a tool
+            return text[: self._place_content(text, number + 1)[0]]
+        except UserError:  # such as a message of a tool, which the template shows in other words
             return self.write_through(text, number)
-        return text[:start] if unmarked == text else self.write_through(text, number)
 
     def write_through(self, text: str, number: int) -> str:
         """Return the part of a dialog's ``text`` up to the end of message ``number``, or of its content if the template
@@ -87,13 +80,17 @@ class DialogWriter:
         through = split_generations(self.write(number + 1))[0]
         if text.startswith(through):
             return through
-        unmarked, _, end = self.find_content(number)
+        return text[: self._place_content(text, number)[1]]
+
+    def _place_content(self, text: str, number: int) -> tuple[int, int]:
+        """Return where the content of message ``number`` begins and ends in a dialog's ``text``."""
+        unmarked, start, end = self.find_content(number)
         if unmarked != text:
             raise UserError(
-                f"The chat template changes the text of message {number}, an answer, so its end is not known. Use a "
-                "template with {% generation %}."
+                f"The chat template changes the text of message {number}, so its place is not known. Use a template "
+                "with {% generation %}."
             )
-        return text[:end]
+        return start, end
 
     def _write_marked(self, number: int) -> str:
         """Return the text of all messages, with marks around the content of one."""
