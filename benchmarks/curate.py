@@ -17,9 +17,10 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
-from benchmarks.texts import END, cjk, documents, emoji, stories, take_bytes
+from benchmarks.texts import END, cjk, documents, emoji, rearranged, stories, take_bytes
 from lm.curate import RulesConfig, compute_figures, first_failed_rule, pack_documents
 from lm.curate.language import identify_batch
 from lm.curate.masks import MASKS, mask_batch
@@ -30,8 +31,12 @@ Work = Callable[[list[str]], object]
 
 
 def corpora(size: int) -> Iterator[tuple[str, list[str]]]:
-    """Yield names and documents of about ``size`` bytes: English in ASCII, and mixed scripts."""
-    english = (document for document in documents(stories()) if document.isascii())
+    """Yield names and documents of about ``size`` bytes: English in ASCII, and mixed scripts.
+
+    After the stories, English goes on with documents of their sentences.
+    """
+    in_ascii = [document for document in documents(stories()) if document.isascii()]
+    english = chain(in_ascii, rearranged(in_ascii))
     mixed = (document for pair in zip(documents(stories()), cjk(), emoji(), strict=False) for document in pair)
     for name, source in (("ASCII", english), ("mixed", mixed)):
         yield name, [part.removesuffix(END).decode() + _CONTACT for part in take_bytes(source, size)]

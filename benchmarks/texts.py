@@ -56,6 +56,25 @@ def documents(data: bytes) -> list[bytes]:
     return [part + END for part in data.split(END) if part.strip()]
 
 
+def rearranged(texts: Sequence[bytes], seed: int = 0) -> Iterator[bytes]:
+    """Yield documents without end: each has as many sentences as one of ``texts``, drawn from the sentences of all.
+
+    A document in a hundred is an earlier one with one sentence changed.
+    """
+    rng = np.random.default_rng(seed)
+    parts = [re.findall(rb"[^.!?]+[.!?]*", text.removesuffix(END)) for text in texts]
+    lengths = np.array([len(part) for part in parts])
+    sentences = np.array(list(chain.from_iterable(parts)), dtype=object)
+    while True:
+        drawn = rng.integers(0, len(sentences), int(lengths.sum()))
+        for number, end in enumerate(np.cumsum(lengths).tolist()):
+            document = sentences[drawn[end - lengths[number] : end]]
+            yield b"".join(document) + END
+            if len(document) and rng.random() < 0.01:
+                document[rng.integers(len(document))] = sentences[rng.integers(len(sentences))]
+                yield b"".join(document) + END
+
+
 def take_bytes(parts: Iterable[bytes], size: int) -> Iterator[bytes]:
     """Yield parts until they have ``size`` bytes together."""
     for part in parts:

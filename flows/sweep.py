@@ -17,7 +17,8 @@ from flows.pipeline import PipelineInputs, TrainingInputs, find_inputs, prepare_
 from flows.plan import Executor
 from flows.sweep_config import SweepConfig, SweepStage, load_sweep, pipeline_config, with_trials
 from lm.common.errors import MachineError, UserError
-from lm.experiments.axes import Point, corners
+from lm.experiments.axes import Point, Settings, corners
+from lm.experiments.config import MixtureConfig
 from lm.experiments.report import SweepReport
 from lm.experiments.search import Search
 from lm.experiments.trial import TrialConfig, TrialResult, from_json
@@ -202,31 +203,45 @@ class _Sweep:
             raise UserError(refusal)
 
     def find_mixture(self) -> None:
-        """Fit the law of a mixture, find the best weights, and train on them and on others to check them.
+        """Fit the law of a mixture, find the best weights, and train on them: to fit the law again, and to check it.
 
         Raises UserError if too few points are trained.
         """
         mixture, base = self.config.mixture, self.config.base
         if mixture is None:
             return
-        index = self.prepare(self.points[0])[0].shards_index
-        mixes = [pipeline_config(point).data.mix_weights for point in self.points]
-        limits = {name: weights["max_epochs"] for name, weights in base.data.mix_weights.items()}
         step_tokens = base.train.batch_size * base.model.context_length
         steps = round(mixture.target_tokens / step_tokens) or base.train.steps
-        arguments = self.trials, index, mixes, limits, float(mixture.target_tokens or steps * step_tokens), mixture
-        law = self.executor.finish(self.executor.call(mixture_law, *arguments))
-        self.mixture = [[law]]
-        if not mixture.check_seeds:
-            return
-        names, mixtures = list(limits), self.executor.read(_read_json, law, "mixture.json")
+        tokens = float(mixture.target_tokens or steps * step_tokens)
+        law = self._fit_mixture_law(mixture, tokens)
+        for number in range(1, mixture.refine_rounds + 1):
+            found, title = law["mixtures"]["found"], f"the weights found in round {number}"
+            lengths = [max(1, round(length * base.train.steps)) for length in mixture.lengths]
+            points = [self.config.point(self._mix_settings(law, found, length), title) for length in lengths]
+            self.trials += self.train(points)
+            law = self._fit_mixture_law(mixture, tokens)
         points = []
-        for seed, (name, part) in itertools.product(range(mixture.check_seeds), mixtures["mixtures"].items()):
-            weight = dict(zip(mixtures["sources"], part["weights"], strict=True))
-            weights = [None if name == "natural" else round(weight[source], 4) for source in names]
-            settings = self.config.mix_settings(weights, steps) | {"train.seed": base.train.seed + seed}
-            points.append(self.config.point(settings, f"check with {name} weights"))
-        self.check = self.train(points)
+        for seed, (name, part) in itertools.product(range(mixture.check_seeds), law["mixtures"].items()):
+            settings = self._mix_settings(law, None if name == "natural" else part, steps)
+            seeded = settings | {"train.seed": base.train.seed + seed}
+            points.append(self.config.point(seeded, f"check with {name} weights"))
+        if points:
+            self.check = self.train(points)
+
+    def _mix_settings(self, law: dict[str, Any], mix: dict[str, Any] | None, steps: int) -> Settings:
+        """Return the settings of a training on the weights of a mixture of the law. None: in natural proportions."""
+        weight = dict(zip(law["sources"], mix["weights"], strict=True)) if mix else {}
+        names = self.config.base.data.named_sources
+        return self.config.mix_settings([round(weight[name], 4) if mix else None for name in names], steps)
+
+    def _fit_mixture_law(self, mixture: MixtureConfig, tokens: float) -> dict[str, Any]:
+        """Fit the law to all trials so far. Return ``mixture.json``."""
+        index = self.prepare(self.points[0])[0].shards_index
+        mixes = [pipeline_config(point).data.mix_weights for point in self.points]
+        limits = {name: weights["max_epochs"] for name, weights in self.config.base.data.mix_weights.items()}
+        law = self.executor.finish(self.executor.call(mixture_law, self.trials, index, mixes, limits, tokens, mixture))
+        self.mixture = [[law]]
+        return self.executor.read(_read_json, law, "mixture.json")
 
     def _distance(self, point: Point, parameters: float) -> float:
         """Return how far the size of a point is from ``parameters``, as the logarithm of their ratio."""

@@ -63,6 +63,9 @@ class MixtureConfig(Config, section="mixture"):
     lengths: list[float] = field(default_factory=lambda: [1.0])
     """Parts of train.steps that the trainings take, in turn. With several, the law predicts longer trainings
     better."""
+    refine_rounds: int = bounded_field(0, ge=0)
+    """Number of rounds after these trainings: each trains on the weights that the law finds, once for each length, and
+    fits the law again. It predicts best where it has trainings."""
     min_weight: float = bounded_field(0.02, ge=0, lt=1)
     """Lowest weight of a source, in the trainings and in the result."""
     target: dict[str, float] = field(default_factory=dict)

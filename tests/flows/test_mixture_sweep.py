@@ -1,10 +1,12 @@
 """The sweep over mixtures: its points, its law, the weights in best.yaml, and what it refuses."""
 
 import csv
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flows.config import PipelineConfig
@@ -105,6 +107,23 @@ def test_a_target_has_weights_of_which_one_is_above_0(target: dict[str, float]) 
 def test_lengths_are_parts_of_the_steps(lengths: list[float]) -> None:
     with pytest.raises(UserError, match=r"mixture\.lengths is .*; it must have parts of train\.steps above 0"):
         MixtureConfig(lengths=lengths)
+
+
+@pytest.mark.slow
+def test_rounds_train_on_the_weights_found_and_fit_the_law_again(tmp_path: Path) -> None:
+    config = make_sweep(tmp_path, runs=6, lengths=[0.5, 1], refine_rounds=2)
+    root = tmp_path / "root"
+    record = sweep(config, str(root))
+    store = RunContext(str(root), "").store
+    content = read_output(store, Ref("sweep", record["stages"]["sweep"]["key"])).json("mixture.json")
+    assert [run["length"] for run in content["runs"]] == [0.5, 1] * 5
+    laws = [json.loads(path.read_text()) for path in (root / "mixture_law").rglob("mixture.json")]
+    laws.sort(key=lambda law: len(law["runs"]))
+    assert [len(law["runs"]) for law in laws] == [6, 8, 10] and laws[-1]["law"] == content["law"]
+    for law, first in zip(laws[:2], (6, 8), strict=True):
+        found = np.array(law["mixtures"]["found"]["weights"])
+        for run in content["runs"][first : first + 2]:
+            np.testing.assert_allclose(run["weights"], found, atol=2e-4)
 
 
 @pytest.mark.slow
