@@ -9,7 +9,7 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,15 @@ pytestmark = pytest.mark.server
 ROUNDS = int(os.environ.get("TEXTMILL_CLUSTER_ROUNDS", "1"))
 SLOW_PATTERN = f"(?:{GPT2_PATTERN})"  # the kernels do not know it
 STOP_SECONDS = 15
+PIPELINE = ("run", "--until", "encode", "--tokenizer.vocab_size", "600")
+CURATE = {
+    "filter.rules": "{gopher_min_alphabetic_words: 0.6}",
+    "filter.masks": "[email]",
+    "deduplicate.equal": "true",
+    "deduplicate.jaccard_threshold": "0.7",
+    "deduplicate.repeats": "paragraph",
+    "decontaminate.validation": "true",
+}
 
 
 @dataclass
@@ -53,16 +62,16 @@ class Site:
         """Start a cluster whose workers see neither the checkout nor the files of the driver."""
         return dask_cluster(self.worker_environment, [PROJECT, self.home], installation or self.installation, workers)
 
-    def start(self, root: str, *options: str, until: str = "encode") -> "subprocess.Popen[str]":
-        """Start ``textmill run``. Its temporary files are where no worker sees them."""
+    def start(self, root: str, *options: str, flow: Sequence[str] = PIPELINE) -> "subprocess.Popen[str]":
+        """Start a flow of ``textmill``. Its temporary files are where no worker sees them."""
         environment = {**self.server.environment, **self.s3, "TMPDIR": str(self.home / "tmp")}
-        command = [*TEXTMILL, "run", "--root", root, "--until", until, "--tokenizer.vocab_size", "600", *options]
+        command = [*TEXTMILL, *flow, "--root", root, *options]
         pipe = subprocess.PIPE
         return subprocess.Popen(command, cwd=PROJECT, env=environment, stdout=pipe, stderr=pipe, text=True)
 
-    def run(self, root: str, *options: str, code: int = 0) -> str:
-        """Run the pipeline to its end, and return its log."""
-        return finish(self.start(root, *options), code)
+    def run(self, root: str, *options: str, code: int = 0, flow: Sequence[str] = PIPELINE) -> str:
+        """Run a flow to its end, and return its log."""
+        return finish(self.start(root, *options, flow=flow), code)
 
     def outputs(self, root: str) -> dict[str, list[Any]]:
         """Return the files with their digests of all outputs, by stage."""
@@ -160,6 +169,22 @@ def test_workers_without_the_drivers_files_make_the_same_bytes(
     # A later run needs no worker.
     log = site.run("s3://corpus/same", *options(text), *on_dask("tcp://x:1"))
     assert "encode: cached" in log
+
+
+@pytest.mark.slow
+def test_curation_keeps_the_same_documents_on_workers(site: Site, cluster: DaskCluster, tmp_path: Path) -> None:
+    stories = [*demo_stories(3000)]
+    for number in range(3):  # each has copies of documents of the one before
+        part = stories[number * 900 : number * 900 + 1200]
+        site.fs.pipe_file(f"corpus/curate/{number}.txt", "".join(part).encode())
+    mix = {f"part-{number}": {"paths": [f"s3://corpus/curate/{number}.txt"]} for number in range(3)}  # a group each
+    command = ["curate", *(word for name, value in CURATE.items() for word in (f"--{name}", value))]
+    chosen = ["--data.train", "[]", "--data.mix", json.dumps(mix)]
+    site.run("s3://corpus/curated", *chosen, *on_dask(cluster.address), flow=command)
+    site.run(str(tmp_path / "root"), *chosen, flow=command)
+    outputs = site.outputs(str(tmp_path / "root"))
+    assert len(outputs["filter-group"]) == 6 and len(outputs["export-group"]) >= 3
+    assert site.outputs("s3://corpus/curated") == outputs
 
 
 @pytest.mark.slow
