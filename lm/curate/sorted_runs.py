@@ -26,7 +26,7 @@ _LENGTH_BYTES = 8  # of the footer's length
 _MAX_FOOTER_BYTES = 64 << 20
 _RECORD = np.dtype([("key", "<u8"), ("low", "<u8"), ("item", "<u4")])
 _SHORT_RECORD = np.dtype([("key", "<u8"), ("item", "<u4")])
-_MAX_RUN_RECORDS = 1 << 22
+_MAX_RUN_RECORDS = 1 << 20  # each thread that signs holds some 75 bytes a record
 _RANGE_RECORDS = 1 << 20  # of all runs that memory holds
 _NUM_KEYS = 1 << 64
 
@@ -64,7 +64,7 @@ class Keys(NamedTuple):
 
 
 def write_runs(parts: Iterable[Keys], folder: Path, kind: str, identity: dict[str, Any]) -> list[Path]:
-    """Write the keys of a group of items to new files in ``folder``, of some million records each; return their paths.
+    """Write the keys of a group of items to new files in ``folder``, a million records or so each; return their paths.
 
     Together and in order, the files are the group. ``identity`` is plain data that says how the keys were made: files
     of different identities are not read together.
