@@ -17,6 +17,7 @@ from prefect import Task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, StateDetails, TaskRun
 from prefect.context import TagsContext
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run
 from prefect.settings import get_current_settings
@@ -65,10 +66,10 @@ def run_stages(stages: Stages, config: Any, root: str, until: str | None, refres
     send_logs_to_prefect()
     note_start(flow_run.id, flow_run.run_count)
     tag_run("textmill", config.name, until or "full")
-    if get_current_settings().api.url:
-        log.info("Run %s: %s", flow_run.name, flow_run.ui_url)
-    else:  # Prefect's server and its UI end with the run; a later one marks it as crashed if it is killed
+    with suppress(PrefectHTTPStatusError):  # a server may allow only some users to create automations
         create_recovery_automations()
+    if get_current_settings().api.url:  # the UI of a temporary server ends with the run
+        log.info("Run %s: %s", flow_run.name, flow_run.ui_url)
 
     run = make_run(config, root, flow_run.name, refresh)
     run.store.remove_old_uploads()
