@@ -3,7 +3,8 @@
 ``python -m benchmarks.curate_large [--gigabytes 10] [--limit 1] [--folder F]``. The text is stories whose sentences are
 drawn anew, in files of 100 MB with zstd; one document in a hundred is a copy with one sentence changed. ``textmill
 curate`` applies all rules and masks, removes equal documents, near-duplicates and repeated paragraphs, and writes JSON
-Lines with zstd, in one thread. If its processes take more than ``limit`` gigabytes, they are killed. The last line is JSON.
+Lines with zstd, in one thread. If its processes take more than ``limit`` gigabytes, they are killed. The last line is
+JSON.
 """
 
 import argparse
