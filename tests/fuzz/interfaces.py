@@ -157,9 +157,11 @@ def preset(choices: Choices, folder: Path) -> None:
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "One <|endoftext|>", "max_tokens": 2, "temperature": 0.5}
 COMPLETION |= {"top_p": 0.9, "stop": ["a"], "stream": True, "echo": True, "logprobs": 2, "n": 2, "seed": 1, "top_k": 3}
 COMPLETION |= {"best_of": 2, "suffix": "", "logit_bias": {"5": 3.5, "97": -100}, "frequency_penalty": 0.5}
+COMPLETION |= {"min_tokens": 1, "stop_token_ids": [97, 256]}
 CHAT: dict[str, Any] = {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}
 CHAT |= {"max_tokens": 2, "stream_options": {"include_usage": True}, "stream": True, "min_p": 0.1, "n": 1}
 CHAT |= {"logprobs": True, "top_logprobs": 2, "presence_penalty": -1.5, "logit_bias": {"0": 1}, "tools": []}
+CHAT |= {"min_tokens": 1, "stop_token_ids": [97]}
 KEY = b"correct-horse"
 
 

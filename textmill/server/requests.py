@@ -74,6 +74,7 @@ class GenerationRequest(StrictModel):
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=0, le=_MAX_COUNT)
+    min_tokens: int | None = Field(None, ge=0, le=_MAX_COUNT)
     temperature: float | None = Field(None, ge=0, le=2)
     top_k: int | None = Field(None, ge=-1, le=1 << 30)
     top_p: float | None = Field(None, ge=0, le=1)
@@ -105,7 +106,6 @@ class GenerationRequest(StrictModel):
     allowed_token_ids: Unsupported = None
     bad_words: Unsupported = None
     ignore_eos: Unsupported = None
-    min_tokens: Unsupported = None
     include_stop_str_in_output: Unsupported = None
     skip_special_tokens: Annotated[Any, refuse_unless(True)] = None
     # Sampling.
@@ -141,7 +141,7 @@ class GenerationRequest(StrictModel):
                 message = f"logit_bias: {key[:40]!r} is not a token id; the model has the ids 0 to {vocab_size - 1}."
                 raise ApiError(400, message, "logit_bias")
             biases[int(key)] = bias
-        return LogitEdits(self.frequency_penalty or 0.0, self.presence_penalty or 0.0, biases)
+        return LogitEdits(self.frequency_penalty or 0.0, self.presence_penalty or 0.0, biases, self.min_tokens or 0)
 
 
 class CompletionRequest(GenerationRequest):
