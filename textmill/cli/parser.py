@@ -36,7 +36,8 @@ _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
     "model": {
         "type": str,
         "default": "",
-        "help": "a run below --root, or a local directory in a format of Hugging Face or Meta; default: the latest run",
+        "help": "a run below --root, a directory of Hugging Face or Meta, or ORG/NAME in the hub's local cache; "
+        "default: the latest run",
     },
     "device": {"type": str, "default": "auto", "help": "cpu, cuda, mps or auto"},
     "quantize": {
