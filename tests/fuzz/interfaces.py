@@ -218,6 +218,22 @@ def request(choices: Choices, folder: Path) -> None:
         assert ("error" in json.loads(response, parse_constant=_refuse_constant)) == (status != 200)
 
 
+EMBEDDINGS: dict[str, Any] = {"model": "tiny", "input": ["a", "é<|endoftext|>"], "encoding_format": "base64"}
+EMBEDDINGS |= {"user": "u", "truncate_prompt_tokens": None}
+
+
+def embeddings(choices: Choices, folder: Path) -> None:
+    """Send a request for embeddings. The response must have one for each text, or an error message."""
+    given = choices.pick([["a", "é<|endoftext|>"], "b" * 32, [97, 256], [[97], [98, 99]], [""], []])
+    encoding_format = choices.pick(["base64", "float", None])
+    body = json_bytes(mutate({**EMBEDDINGS, "input": given, "encoding_format": encoding_format}, choices), choices)
+    status, response = _loop().run_until_complete(_send_request(_app(False), "/v1/embeddings", body))
+    assert status in (200, 400, 404, 413, 429), (status, response)
+    content = json.loads(response, parse_constant=_refuse_constant)
+    assert ("error" in content) == (status != 200), response
+    assert status != 200 or [row["index"] for row in content["data"]] == [*range(len(content["data"]))], response
+
+
 _SCHEMA: dict[str, Any] = {"type": "object", "additionalProperties": False, "required": ["a", "b"]}
 _SCHEMA["properties"] = {
     "a": {"type": "string", "maxLength": 3, "pattern": "^[a-z]+$"},

@@ -33,6 +33,8 @@ from textmill.server.fields import (
     refuse_unless,
 )
 
+Prompts = str | FailFastList[str] | FailFastList[int] | FailFastList[FailFastList[int]]
+"""A text, texts, the ids of a text, or those of several."""
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 _MAX_COUNT = 1 << 31  # numbers of thousands of digits cannot be written into a message
@@ -144,22 +146,24 @@ class GenerationRequest(StrictModel):
         return LogitEdits(self.frequency_penalty or 0.0, self.presence_penalty or 0.0, biases, self.min_tokens or 0)
 
 
+def list_texts(value: Prompts) -> Sequence[str | list[int]]:
+    """Return the texts of a field, each as it is or as ids."""
+    if isinstance(value, str):
+        return [value]
+    texts = [item for item in value if not isinstance(item, int)]
+    return texts or [[item for item in value if isinstance(item, int)]]
+
+
 class CompletionRequest(GenerationRequest):
     """The body of ``POST /v1/completions``."""
 
-    prompt: str | FailFastList[str] | FailFastList[int] | FailFastList[FailFastList[int]]
+    prompt: Prompts
     add_special_tokens: bool | None = None
     parse_special: bool | None = None
     suffix: Unsupported = None
     best_of: int | None = Field(None, ge=1, le=_MAX_COUNT)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=_MAX_ALTERNATIVES)
-
-    def _prompts(self) -> Sequence[str | list[int]]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        prompts = [item for item in self.prompt if not isinstance(item, int)]
-        return prompts or [[item for item in self.prompt if isinstance(item, int)]]
 
     @property
     def num_alternatives(self) -> int | None:
@@ -180,14 +184,14 @@ class CompletionRequest(GenerationRequest):
 
     def count_prompts(self) -> int:
         """Return the number of prompts."""
-        return len(self._prompts())
+        return len(list_texts(self.prompt))
 
     def encode_prompts(self, chat_format: ChatFormat) -> list[list[int]]:
         """Return the token ids of the prompts. Raise ApiError if special tokens in them cannot be encoded."""
         has_begin, parses_special = self.add_special_tokens is not False, bool(self.parse_special)
         encode = partial(encode_prompt, chat_format.tokenizer, has_begin=has_begin, parses_special=parses_special)
         try:
-            return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in self._prompts()]
+            return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in list_texts(self.prompt)]
         except UserError as error:
             raise ApiError(400, str(error), "parse_special") from None
 
