@@ -71,17 +71,21 @@ def encode_prompt(
     as Llama's do. Without one, an empty prompt becomes ``<|endoftext|>``, if the tokenizer has it: the model starts a
     new document. Raises UserError for special tokens in a prompt of a SentencePiece tokenizer.
     """
-    if parses_special:
-        if not isinstance(tokenizer, Tokenizer):
-            raise UserError("The special tokens of a SentencePiece tokenizer cannot be written as text.")
-        ids = tokenizer.encode(prompt)
-    else:
-        ids = tokenizer.encode(prompt, allowed_special=())
+    ids = encode_text(tokenizer, prompt, parses_special)
     if tokenizer.begin_token and has_begin:
         return [tokenizer.special_ids[tokenizer.begin_token], *ids]
     if not ids and END_OF_TEXT in tokenizer.special_ids:
         return [tokenizer.special_ids[END_OF_TEXT]]
     return ids
+
+
+def encode_text(tokenizer: TextTokenizer, text: str, parses_special: bool) -> list[int]:
+    """Return the ids of a user's text; see :func:`encode_prompt`."""
+    if not parses_special:
+        return tokenizer.encode(text, allowed_special=())
+    if not isinstance(tokenizer, Tokenizer):
+        raise UserError("The special tokens of a SentencePiece tokenizer cannot be written as text.")
+    return tokenizer.encode(text)
 
 
 def check_vocabulary(model: TransformerLM, vocab_size: int) -> None:

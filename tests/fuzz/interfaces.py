@@ -162,6 +162,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "system", "content": "a"}, {"role"
 CHAT |= {"max_tokens": 2, "stream_options": {"include_usage": True}, "stream": True, "min_p": 0.1, "n": 1}
 CHAT |= {"logprobs": True, "top_logprobs": 2, "presence_penalty": -1.5, "logit_bias": {"0": 1}, "tools": []}
 CHAT |= {"min_tokens": 1, "stop_token_ids": [97]}
+INFILL = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
 KEY = b"correct-horse"
 
 
@@ -173,7 +174,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 @cache
 def _app(has_chat_template: bool) -> Any:
     plain = bytes_tokenizer(["<|endoftext|>"])
-    tokenizer = add_chat_tokens(plain) if has_chat_template else plain
+    tokenizer = add_chat_tokens(bytes_tokenizer(["<|endoftext|>", *INFILL])) if has_chat_template else plain
     return build_app(make_model(tokenizer.size, 32).eval(), tokenizer, "tiny", 4, 4, prefix_cache_bytes=1 << 16)
 
 
@@ -204,6 +205,8 @@ async def _send_request(
 def request(choices: Choices, folder: Path) -> None:
     """Send a request body. The response must be a result or an error message."""
     path, valid_body = choices.pick([("completions", COMPLETION), ("chat/completions", CHAT)])
+    if path == "completions" and choices.below(4) == 3:
+        valid_body = {**valid_body, "suffix": "b<|fim_middle|>", "echo": False}
     if choices.below(4) == 3:
         valid_body = {**valid_body, "prompt": choices.pick([[1, 2], [[1], [2]], ["a", "b"], [256], "é" * 20, ""])}
     body = json_bytes(mutate(valid_body, choices), choices)

@@ -37,6 +37,7 @@ from textmill.server.openapi import openapi_document
 from textmill.server.page import page_response
 from textmill.server.requests import ApiError, ChatRequest, CompletionRequest, parse_request
 from textmill.server.responses import GenerationResponse
+from textmill.server.special_texts import SpecialTextNotice
 from textmill.server.structured_output import ConstraintFactory
 from textmill.server.tokens import DetokenizeRequest, TokenizeRequest
 
@@ -92,7 +93,7 @@ def build_app(
     chat_format = ChatFormat(tokenizer)
     if not chat_format.has_template:
         log.warning(PLAIN_NOTICE)
-    token_names, constraints = TokenNames(tokenizer), ConstraintFactory(tokenizer)
+    token_names, constraints, notice = TokenNames(tokenizer), ConstraintFactory(tokenizer), SpecialTextNotice(tokenizer)
     scheduler = Scheduler(model, max_batch_size, max_waiting, prefix_cache_bytes)
     metrics = ServerMetrics(scheduler)
 
@@ -147,6 +148,7 @@ def build_app(
         if not 0 < count <= scheduler.capacity:
             raise ApiError(400, f"{count} completions are requested; 1 to {scheduler.capacity} are possible.", "n")
         prompts = await asyncio.to_thread(request.encode_prompts, chat_format)
+        await asyncio.to_thread(notice.check, request)
         constraint = await constraints.make(request)
         context_length = model.config.context_length
         response = GenerationResponse(

@@ -4,7 +4,6 @@ Source: https://platform.openai.com/docs/api-reference (completions, chat).
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from fastapi.responses import JSONResponse, Response
@@ -23,7 +22,9 @@ from lm.data.dialogs import Message
 from lm.inference.chat_format import ChatFormat
 from lm.inference.completion import encode_prompt
 from lm.inference.config import SampleConfig
+from lm.inference.infill import encode_infill, find_infill_ends
 from lm.inference.sampler import LogitEdits
+from lm.tokenizer.text_tokenizer import TextTokenizer
 from textmill.server.fields import (
     FailFastList,
     ResponseFormat,
@@ -134,6 +135,10 @@ class GenerationRequest(StrictModel):
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SampleConfig(**parameters, max_new_tokens=max_new_tokens, stop=[*stops, *extra_stops])
 
+    def find_stop_ids(self, tokenizer: TextTokenizer) -> frozenset[int]:
+        """Return the ids that end an answer beside those of the model."""
+        return frozenset(self.stop_token_ids or ())
+
     def logit_edits(self, vocab_size: int) -> LogitEdits:
         """Return the penalties and biases. Raise ApiError for a bias of an unknown token id."""
         biases: dict[int, float] = {}
@@ -160,7 +165,7 @@ class CompletionRequest(GenerationRequest):
     prompt: Prompts
     add_special_tokens: bool | None = None
     parse_special: bool | None = None
-    suffix: Unsupported = None
+    suffix: str | None = None
     best_of: int | None = Field(None, ge=1, le=_MAX_COUNT)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=_MAX_ALTERNATIVES)
@@ -182,18 +187,34 @@ class CompletionRequest(GenerationRequest):
             raise ApiError(400, "best_of: a stream cannot wait for the best; use best_of = n.", "best_of")
         return self.best_of
 
+    def find_stop_ids(self, tokenizer: TextTokenizer) -> frozenset[int]:
+        """Return the ids that end an answer beside those of the model."""
+        return super().find_stop_ids(tokenizer) | (find_infill_ends(tokenizer) if self.suffix else frozenset())
+
     def count_prompts(self) -> int:
         """Return the number of prompts."""
         return len(list_texts(self.prompt))
 
     def encode_prompts(self, chat_format: ChatFormat) -> list[list[int]]:
-        """Return the token ids of the prompts. Raise ApiError if special tokens in them cannot be encoded."""
+        """Return the token ids of the prompts. Raise ApiError if special tokens in them cannot be encoded, and for a
+        suffix if the model has no tokens for it."""
         has_begin, parses_special = self.add_special_tokens is not False, bool(self.parse_special)
-        encode = partial(encode_prompt, chat_format.tokenizer, has_begin=has_begin, parses_special=parses_special)
+        if self.suffix and self.echo:
+            raise ApiError(400, "echo: A prompt with a suffix is not one text, so it cannot be repeated.", "echo")
+
+        def encode(prompt: str | list[int]) -> list[int]:
+            tokenizer = chat_format.tokenizer
+            if self.suffix:
+                return encode_infill(tokenizer, prompt, self.suffix, has_begin=has_begin, parses_special=parses_special)
+            if isinstance(prompt, str):
+                return encode_prompt(tokenizer, prompt, has_begin=has_begin, parses_special=parses_special)
+            return prompt
+
         try:
-            return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in list_texts(self.prompt)]
+            return [*map(encode, list_texts(self.prompt))]
         except UserError as error:
-            raise ApiError(400, str(error), "parse_special") from None
+            name = "suffix" if self.suffix else "parse_special"
+            raise ApiError(400, f"{name}: {error}", name) from None
 
 
 class _Part(StrictModel):

@@ -52,7 +52,7 @@ class Choice:
             chat_format.tokenizer, prompt, sampling, seed, self._send, response.edits, constraint
         )
         self.generation = self._text.generation
-        self.generation.stop_ids |= frozenset(request.stop_token_ids or ())
+        self.generation.stop_ids |= request.find_stop_ids(chat_format.tokenizer)
         self.generation.wants_logprobs = response.has_logprobs or response.has_best_of
         self.generation.wants_prompt_logprobs = response.has_logprobs and self._has_echo
         self.generation.num_alternatives = request.num_alternatives or 0
