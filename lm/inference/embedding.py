@@ -18,7 +18,9 @@ from lm.inference.config import Pooling
 from lm.model.ops.causal_attention import causal_attention
 from lm.model.transformer import TransformerLM
 
-_STEP_TOKENS = 1024  # that a layer computes at once, with padding: a server's other clients wait for one such step
+# Tokens that a layer computes at once, with padding. A server's other clients wait for one such step: on a CPU, as long
+# as for a few decoding steps.
+_STEP_TOKENS = {"cpu": 128, "others": 2048}
 
 
 @torch.inference_mode()
@@ -27,11 +29,12 @@ def embed_in_steps(
 ) -> Generator[None, None, Tensor]:
     """Yield after each short step, and return the embeddings (N, D) of texts, float32 on the CPU.
 
-    Each text is at least one id and at most the model's context. A step is one layer of at most 1,024 tokens.
+    Each text is at least one id and at most the model's context. A step is one layer of few tokens.
     """
     device = next(model.parameters()).device
+    step_tokens = _STEP_TOKENS.get(device.type, _STEP_TOKENS["others"])
     embeddings = torch.empty(len(texts), model.config.d_model)
-    for batch in _split(texts):
+    for batch in _split(texts, step_tokens):
         lengths = [len(texts[index]) for index in batch]
         padded = [[*texts[index], *[0] * (max(lengths) - len(texts[index]))] for index in batch]
         x_BTD = model.token_embeddings(torch.tensor(padded, device=device))
@@ -50,7 +53,7 @@ def embed_in_steps(
                 return _attend_to_prefix(q_BHtK, torch.cat(keys, -2), torch.cat(values, -2))
 
             outputs = []
-            for positions in torch.arange(max(lengths), device=device).split(_STEP_TOKENS):
+            for positions in torch.arange(max(lengths), device=device).split(step_tokens):
                 outputs.append(layer(x_BTD[:, positions], positions, attention_function=attend))
                 yield
             x_BTD = torch.cat(outputs, 1)
@@ -72,11 +75,11 @@ def _attend_to_prefix(q_BHtK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q_BHtK, k_BGSK, v_BGSK, mask_tS, enable_gqa=has_groups)
 
 
-def _split(texts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+def _split(texts: Sequence[Sequence[int]], step_tokens: int) -> Iterator[list[int]]:
     """Yield indices of texts of similar lengths that are one step a layer, padded; a longer text is alone."""
     batch: list[int] = []
     for index in sorted(range(len(texts)), key=lambda index: len(texts[index])):
-        if batch and (len(batch) + 1) * len(texts[index]) > _STEP_TOKENS:
+        if batch and (len(batch) + 1) * len(texts[index]) > step_tokens:
             yield batch
             batch = []
         batch.append(index)

@@ -68,7 +68,7 @@ def test_embeddings_equal_those_of_each_text_alone(
     model = TransformerLM(replace(SMALL_CONFIG, **options)).eval()
     expected = embed_plainly(model, texts, pooling)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(embedding, "_STEP_TOKENS", step_tokens)
+        patch.setitem(embedding._STEP_TOKENS, "cpu", step_tokens)
         found, _ = run(embed_in_steps(prepare_for_inference(model) if is_prepared else model, texts, pooling))
     assert found == pytest.approx(expected, abs=2e-5)
     assert np.linalg.norm(found, axis=1) == pytest.approx(1, abs=1e-5)
@@ -85,7 +85,7 @@ def test_embeddings_of_a_rounded_model_are_close(pooling: Pooling) -> None:
 
 
 def test_a_step_is_a_layer_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedding, "_STEP_TOKENS", 8)
+    monkeypatch.setitem(embedding._STEP_TOKENS, "cpu", 8)
     model, seen = make_model(11, 64).eval(), list[tuple[int, ...]]()
     for layer in model.layers:
         layer.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].shape[:2]))
