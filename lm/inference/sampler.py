@@ -55,7 +55,7 @@ class LogitEditor:
     ) -> None:
         self._edits, self._repetition_penalty = edits, repetition_penalty
         self._vocab_size, self._constraint = vocab_size, constraint
-        self._end_ids = [token_id for token_id in end_ids if token_id < vocab_size]  # clients send any number
+        self._end_ids = [token_id for token_id in end_ids if token_id < vocab_size]  # others end nothing
         self._num_sampled = 0
         self._seen_V: Tensor | None = None  # tokens of the prompt and the new text
         if repetition_penalty != 1:

@@ -136,8 +136,8 @@ class GenerationRequest(StrictModel):
         return SampleConfig(**parameters, max_new_tokens=max_new_tokens, stop=[*stops, *extra_stops])
 
     def find_stop_ids(self, tokenizer: TextTokenizer) -> frozenset[int]:
-        """Return the ids that end an answer beside those of the model."""
-        return frozenset(self.stop_token_ids or ())
+        """Return the ids that end an answer beside those of the model. Others than the model's can end none."""
+        return frozenset(token_id for token_id in self.stop_token_ids or () if token_id < tokenizer.size)
 
     def logit_edits(self, vocab_size: int) -> LogitEdits:
         """Return the penalties and biases. Raise ApiError for a bias of an unknown token id."""

@@ -31,7 +31,7 @@ requests = st.fixed_dictionaries(
         "prompt": st.lists(st.integers(0, 255), min_size=1, max_size=6),
         "max_tokens": st.integers(1, 20),
         "min_tokens": st.integers(0, 20),
-        "stop_ids": st.sets(st.sampled_from([END, 33, 120, 1000]), max_size=5).map(frozenset),
+        "stop_ids": st.sets(st.sampled_from([END, 33, 120]), max_size=3).map(frozenset),
         "seed": st.integers(0, 99),
         "bias": st.sampled_from([0.0, 8.0, 100.0]),  # of the end; the last one makes it certain
         "penalty": st.sampled_from([1.0, 0.7]),
@@ -87,8 +87,7 @@ def generate_plainly(
 ) -> tuple[list[int], str, list[float]]:
     """Return ids, finish reason and log-probabilities."""
     ids, logprobs, constraint = list[int](), list[float](), make_constraint(compiler, request)
-    source = Generation(request["prompt"], 1, seed=request["seed"])
-    stop_ids = {token_id for token_id in request["stop_ids"] if token_id < TOKENIZER.size}
+    source, stop_ids = Generation(request["prompt"], 1, seed=request["seed"]), request["stop_ids"]
     while len(ids) < request["max_tokens"]:
         with torch.no_grad():
             logits = model(torch.tensor([[*request["prompt"], *ids]]))[0, -1]
