@@ -121,8 +121,8 @@ def own_deployment(
     mix = {name: replace(source, paths=list(map(_absolute, source.paths))) for name, source in config.data.mix.items()}
     data = replace(config.data, train=train, valid=valid, mix=mix)
     start = config.train.init_from
-    if start and isinstance(resolve_model(start, place), DirectoryModel):
-        start = str(Path(start).expanduser().absolute())
+    if start and isinstance(found := resolve_model(start, place), DirectoryModel):
+        start = str(found.directory.absolute())
     config = replace(config, data=data, train=replace(config.train, init_from=start))
     parameters = {"config": asdict(config), "root": place, "until": until, "refresh": list(refresh)}
     description = f"Made by textmill deploy in {Path.cwd()}."

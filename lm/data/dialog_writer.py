@@ -9,6 +9,7 @@ import regex
 from lm.common.errors import UserError
 from lm.data.dialogs import Message
 from lm.data.jinja_template import GENERATION_MARKS, ChatTemplate
+from lm.text.normalize import normalize_text
 
 if TYPE_CHECKING:
     from lm.tokenizer.tokenizer import Tokenizer
@@ -18,7 +19,8 @@ _MARKS = [chr(code) for code in range(0xFDD0, 0xFDDE)]  # no characters of Unico
 
 class DialogWriter:
     """Writes a dialog and its beginnings. In the messages, a mark splits the text of each special token, so that it is
-    not encoded as one; the mark itself is not encoded."""
+    not encoded as one; the mark itself is not encoded. A message that would have such a text after the tokenizer's
+    normalization is normalized first."""
 
     def __init__(
         self,
@@ -33,7 +35,13 @@ class DialogWriter:
         # Some models end answers with an added token that is not special.
         control_ids = tokenizer.stop_ids | {tokenizer.added_ids.get(text) for text in template.tokens.values()}
         control = [text for text, token_id in tokenizer.added_ids.items() if token_id in control_ids]
-        self._specials = _find_specials(tuple(dict.fromkeys([*tokenizer.special_tokens, *control])))
+        contents = dict.fromkeys([*tokenizer.special_tokens, *control])
+        self._specials = _find_specials(tuple(contents))
+        # The tokenizer looks for these in normalized text, so they can be typed in other characters.
+        normalized = {token.content for token in tokenizer.added_tokens if token.normalized and tokenizer.normalizer}
+        hidden = [normalize_text(text, tokenizer.normalizer) for text in contents if text in normalized]
+        self._hidden = _find_specials(tuple(hidden))
+        self._forbidden = _find_specials(tuple(dict.fromkeys([*contents, *hidden])))
         if self._mark is None or any(mark in text for text in texts for mark in GENERATION_MARKS):
             raise UserError("A message has characters from U+FDD0 on, which are no characters; remove them.")
         self._messages = _map_texts(self._split_specials, list(messages))
@@ -126,10 +134,12 @@ class DialogWriter:
 
     def _split_specials(self, text: str) -> str:
         """Return a message's text with the mark inside each special token."""
-        while self._specials and (match := self._specials.search(text)):
+        if self._hidden and self._hidden.search(normalized := normalize_text(text, self._tokenizer.normalizer)):
+            text = normalized
+        while self._forbidden and (match := self._forbidden.search(text)):
             if len(match[0]) == 1:
                 raise UserError(f"A message has the character {match[0]!r}, which is a special token of the model.")
-            text = self._specials.sub(lambda found: f"{found[0][0]}{self._mark}{found[0][1:]}", text)
+            text = self._forbidden.sub(lambda found: f"{found[0][0]}{self._mark}{found[0][1:]}", text)
         return text
 
 

@@ -21,10 +21,13 @@ OUT_OF_MEMORY = (
 
 
 class TextStream:
-    """Decodes ids one by one into whole characters, up to the first of ``stops``. Holds back possible starts of one."""
+    """Decodes ids one by one into whole characters, up to the first of ``stops``. Holds back possible starts of one.
 
-    def __init__(self, token_bytes: Mapping[int, bytes], stops: Sequence[str] = ()) -> None:
-        self._token_bytes = token_bytes
+    A stop that is complete before ``min_tokens`` ids is text like any other.
+    """
+
+    def __init__(self, token_bytes: Mapping[int, bytes], stops: Sequence[str] = (), min_tokens: int = 0) -> None:
+        self._token_bytes, self._num_missing = token_bytes, min_tokens
         self._stops = [stop for stop in stops if stop]
         self._max_stop_length = max(map(len, self._stops), default=0)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -35,6 +38,7 @@ class TextStream:
         """Return the text that is final now. An id without bytes, such as a special one or one that the vocabulary
         leaves out, ends a partial character."""
         token = self._token_bytes.get(token_id, b"")
+        self._num_missing -= 1
         return self._release(self._decoder.decode(token, final=not token))
 
     def finish(self) -> str:
@@ -46,10 +50,12 @@ class TextStream:
     def _release(self, new_text: str) -> str:
         if self.is_stopped:
             return ""
-        text = self._held_back + new_text
-        if matches := [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]:
-            self.is_stopped, self._held_back = True, ""
-            return text[: min(matches)[1]]
+        text, num_held_back = self._held_back + new_text, len(self._held_back)
+        if self._num_missing <= 0:
+            finds = [(text.find(stop, max(0, num_held_back + 1 - len(stop))), stop) for stop in self._stops]
+            if matches := [(start + len(stop), start) for start, stop in finds if start >= 0]:
+                self.is_stopped, self._held_back = True, ""
+                return text[: min(matches)[1]]
         starts = range(max(0, len(text) - self._max_stop_length + 1), len(text))
         end = next((i for i in starts if any(stop.startswith(text[i:]) for stop in self._stops)), len(text))
         self._held_back = text[end:]
@@ -65,17 +71,21 @@ def encode_prompt(
     as Llama's do. Without one, an empty prompt becomes ``<|endoftext|>``, if the tokenizer has it: the model starts a
     new document. Raises UserError for special tokens in a prompt of a SentencePiece tokenizer.
     """
-    if parses_special:
-        if not isinstance(tokenizer, Tokenizer):
-            raise UserError("The special tokens of a SentencePiece tokenizer cannot be written as text.")
-        ids = tokenizer.encode(prompt)
-    else:
-        ids = tokenizer.encode(prompt, allowed_special=())
+    ids = encode_text(tokenizer, prompt, parses_special)
     if tokenizer.begin_token and has_begin:
         return [tokenizer.special_ids[tokenizer.begin_token], *ids]
     if not ids and END_OF_TEXT in tokenizer.special_ids:
         return [tokenizer.special_ids[END_OF_TEXT]]
     return ids
+
+
+def encode_text(tokenizer: TextTokenizer, text: str, parses_special: bool) -> list[int]:
+    """Return the ids of a user's text; see :func:`encode_prompt`."""
+    if not parses_special:
+        return tokenizer.encode(text, allowed_special=())
+    if not isinstance(tokenizer, Tokenizer):
+        raise UserError("The special tokens of a SentencePiece tokenizer cannot be written as text.")
+    return tokenizer.encode(text)
 
 
 def check_vocabulary(model: TransformerLM, vocab_size: int) -> None:
@@ -106,9 +116,9 @@ class TextGeneration:
     ) -> None:
         self.pieces: list[str] = []
         self._on_text = on_text or self.pieces.append
-        self._stream = TextStream(tokenizer.vocab, config.stop)
-        self._hidden_ids = frozenset(tokenizer.special_ids.values())
         edits, limit, stop_ids = edits or LogitEdits(), config.max_new_tokens, tokenizer.stop_ids
+        self._stream = TextStream(tokenizer.vocab, config.stop, edits.min_tokens)
+        self._hidden_ids = frozenset(tokenizer.special_ids.values())
         self.generation = Generation(prompt, limit, config, stop_ids, seed, edits, constraint, on_token=self._on_token)
 
     def _on_token(self, token_id: int) -> bool:

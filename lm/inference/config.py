@@ -9,6 +9,8 @@ from lm.common.config import Config, bounded_field
 Quantization = Literal["none", "bfloat16", "int8"]
 """How the weights are stored for inference. none: as they are; bfloat16: 16 bits; int8: 8 bits, for CPUs. Fewer
 bits are faster and a little less exact."""
+Pooling = Literal["last", "mean"]
+"""What the embedding of a text is: the hidden state of its last token, or the mean over its tokens."""
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,16 @@ class LogitEdits:
     """Subtracted from the logit of each token that was sampled at least once."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logit of a token id."""
+    min_tokens: int = 0
+    """vLLM's: no id that ends the text is sampled before this many others are."""
 
 
 class LogitEditor:
     """Edits the logits of one generation: repetition penalty, then frequency and presence penalty, then biases.
 
-    Last, with a ``constraint``, the logits of all ids outside its mask become -inf; see
-    :meth:`lm.inference.constraints.Constraint.mask` for its ``end_ids``.
+    Last, the logits of impossible ids become -inf: with a ``constraint``, all outside its mask, see
+    :meth:`lm.inference.constraints.Constraint.mask`; and before ``min_tokens`` the ``end_ids``, unless only they are
+    possible.
     """
 
     def __init__(
@@ -51,7 +54,9 @@ class LogitEditor:
         end_ids: Collection[int] = (),
     ) -> None:
         self._edits, self._repetition_penalty = edits, repetition_penalty
-        self._constraint, self._end_ids = constraint, end_ids
+        self._vocab_size, self._constraint = vocab_size, constraint
+        self._end_ids = [token_id for token_id in end_ids if token_id < vocab_size]  # others end nothing
+        self._num_sampled = 0
         self._seen_V: Tensor | None = None  # tokens of the prompt and the new text
         if repetition_penalty != 1:
             self._seen_V = torch.zeros(vocab_size, dtype=torch.bool, device=device)
@@ -74,14 +79,23 @@ class LogitEditor:
             logits_V = logits_V - self._edits.presence_penalty * (self._counts_V > 0)
         if len(self._bias_ids):
             logits_V = logits_V.index_add(0, self._bias_ids, self._biases)
-        if self._constraint is not None:
-            mask_V = torch.from_numpy(self._constraint.mask(self._end_ids)).to(logits_V.device)
+        if (mask_V := self._find_possible_ids()) is not None:
             # An infinite or undefined logit of an allowed id would make it as unlikely as the others.
-            logits_V = logits_V.nan_to_num(_MIN, _MAX, _MIN).masked_fill_(~mask_V, -math.inf)
+            logits_V = logits_V.nan_to_num(_MIN, _MAX, _MIN).masked_fill_(~mask_V.to(logits_V.device), -math.inf)
         return logits_V
+
+    def _find_possible_ids(self) -> Tensor | None:
+        """Return which ids may come next, bool (V,); None for all."""
+        mask_V = None if self._constraint is None else torch.from_numpy(self._constraint.mask(self._end_ids))
+        if self._num_sampled >= self._edits.min_tokens:
+            return mask_V
+        longer_V = torch.ones(self._vocab_size, dtype=torch.bool) if mask_V is None else mask_V.clone()
+        longer_V[self._end_ids] = False
+        return longer_V if longer_V.any() else mask_V
 
     def record(self, token_id: int) -> None:
         """Count a sampled token. Raises ConstraintError if the constraint cannot go on."""
+        self._num_sampled += 1
         if self._seen_V is not None:
             self._seen_V[token_id] = True
         if self._counts_V is not None:

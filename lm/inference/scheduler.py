@@ -6,8 +6,10 @@ Source: Yu et al. 2022 (Orca: sequences join and leave the batch between steps).
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
 from functools import partial
+from typing import Any, TypeVar
 
 from lm.inference.engine import Engine, Generation
 from lm.model.transformer import TransformerLM
@@ -15,6 +17,7 @@ from lm.model.transformer import TransformerLM
 log = logging.getLogger(__name__)
 
 OnFinish = Callable[[Generation, Exception | None], None]
+T = TypeVar("T")
 
 
 class QueueFull(RuntimeError):
@@ -43,6 +46,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._waiting: deque[deque[Generation]] = deque()  # of each request; the first has the next free row
         self._on_finish: dict[Generation, OnFinish] = {}  # of all unfinished generations
+        self._jobs: deque[tuple[Generator[None, None, Any], Future[Any]]] = deque()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self._thread.start()
@@ -91,6 +95,22 @@ class Scheduler:
             self._on_finish.update(dict.fromkeys(generations, on_finish))
             self._changed.notify()
 
+    def submit_job(self, job: Generator[None, None, T]) -> Future[T]:
+        """Queue another computation with the model, and return the future of its result.
+
+        After each decoding step, one of the jobs runs to its next ``yield``, each in turn. Cancelling the future ends
+        its job. Raises QueueFull if as many jobs wait as generations can, and SchedulerClosed after :meth:`close`.
+        """
+        future: Future[T] = Future()
+        with self._changed:
+            if self._is_closed:
+                raise SchedulerClosed("The scheduler is closed.")
+            if len(self._jobs) >= self.capacity:
+                raise QueueFull(f"The queue is full: it holds {len(self._jobs)} jobs. Retry later.")
+            self._jobs.append((job, future))
+            self._changed.notify()
+        return future
+
     def cancel(self, generation: Generation) -> None:
         """End a generation early. Its row is free at the next step; a finished one is unchanged."""
         with self._changed:
@@ -98,7 +118,7 @@ class Scheduler:
             self._changed.notify()
 
     def close(self) -> None:
-        """Stop after the current step. Unfinished generations end with SchedulerClosed."""
+        """Stop after the current step. Unfinished generations and jobs end with SchedulerClosed."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -108,6 +128,7 @@ class Scheduler:
         while (admitted := self._admit()) is not None:
             self._add(admitted)
             self._step()
+            self._run_job()
             with self._changed:
                 finished = [generation for generation in self._on_finish if generation.finish_reason]
                 if finished:  # those that waited and were cancelled would stay until a row is free
@@ -117,6 +138,33 @@ class Scheduler:
         for generation in list(self._on_finish):
             generation.fail(SchedulerClosed("The scheduler was closed."))
         self._notify(list(self._on_finish))
+        for _, future in self._jobs:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(SchedulerClosed("The scheduler was closed."))
+
+    def _run_job(self) -> None:
+        """Compute a step of the job whose turn it is."""
+        if not self._jobs:
+            return
+        job, future = self._jobs[0]
+        result, error, is_finished = None, None, future.cancelled()
+        if not is_finished:
+            try:
+                next(job)
+            except StopIteration as end:
+                result, is_finished = end.value, True
+            except Exception as failure:
+                log.exception("A job failed.")
+                error, is_finished = failure.with_traceback(None), True
+        with self._changed:
+            self._jobs.popleft()
+            if not is_finished:
+                self._jobs.append((job, future))
+        if is_finished and future.set_running_or_notify_cancel():
+            if error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
 
     def _add(self, generations: list[Generation]) -> None:
         """Add generations to the batch. If they fail together, each is added alone, and those that fail again end."""
@@ -138,7 +186,7 @@ class Scheduler:
     def _admit(self) -> list[Generation] | None:
         """Wait for work, and return the waiting generations that fit into free rows; None after :meth:`close`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._on_finish)
+            self._changed.wait_for(lambda: self._is_closed or self._on_finish or self._jobs)
             if self._is_closed:
                 return None
             active = sum(not generation.finish_reason for generation in self._engine.active)

@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import re
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lm.checkpoint.hub_cache import find_in_hub_cache, parse_hub_name
 from lm.common.errors import UserError, did_you_mean
 from lm.hardware.cpu import available_cpus
 from lm.inference.config import Quantization
@@ -126,6 +126,8 @@ class DirectoryModel(ResolvedModel):
     """The files of Hugging Face or Meta in a local directory."""
 
     directory: Path
+    hub_name: str = ""
+    """The name on the Hugging Face hub, if the directory was found by it."""
 
     def _read(self, device: str) -> "tuple[TransformerLM, TextTokenizer]":
         from lm.checkpoint.external import load_external
@@ -147,7 +149,9 @@ class DirectoryModel(ResolvedModel):
 
     @property
     def public_name(self) -> str:
-        """The last part of the path."""
+        """The name on the hub, or the last part of the path."""
+        if self.hub_name:
+            return self.hub_name
         return (self.directory.resolve() if self.directory.name in ("", "..") else self.directory).name
 
     @property
@@ -159,11 +163,11 @@ class DirectoryModel(ResolvedModel):
 
 
 def resolve_model(name: str, root: str) -> RunModel | DirectoryModel:
-    """Find the model ``name``: a run below ``root``, see :func:`tasks.runs.run_record.find_run`, or a local directory;
-    if empty, the model that was trained last.
+    """Find the model ``name``: a run below ``root``, see :func:`tasks.runs.run_record.find_run`, a local directory, or
+    ``ORG/NAME`` in the cache of the Hugging Face hub; if empty, the model that was trained last.
 
-    A run comes before a directory of the same name; ``./NAME`` is always the directory. Raises UserError if there is no
-    such run or directory, or if the run has no model.
+    A run comes before a directory of the same name, and this before the cache; ``./NAME`` is always the directory.
+    Raises UserError if there is no such model, or if the run has none.
     """
     store = Store(absolute_root(root))
     if not name:
@@ -189,11 +193,12 @@ def resolve_model(name: str, root: str) -> RunModel | DirectoryModel:
             raise UserError(f"There is no model {name!r} to open: this {reason}.")
     except (OSError, RuntimeError) as error:  # RuntimeError: the home directory of an unknown user
         raise UserError(f"The model {name!r} cannot be opened: {str(error).rstrip('.')}.") from None
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not directory.parent.exists():
+    if snapshot := _find_snapshot(name):
+        return DirectoryModel(name, snapshot, name)
+    if (hub_name := parse_hub_name(name)) and not directory.parent.exists():
         raise UserError(
             f"There is no model {name!r} on this machine, and textmill does not download models. From the Hugging "
-            f"Face hub, run hf download {name} --local-dir {directory.name} first, then name the directory "
-            f"{directory.name}."
+            f"Face hub, run {hub_name.download_command} first."
         )
     raise UserError(
         f"There is no model {name!r}{did_you_mean(name, list_runs(store))}: neither a run below {root} nor a directory "
@@ -202,8 +207,9 @@ def resolve_model(name: str, root: str) -> RunModel | DirectoryModel:
 
 
 def resolve_tokenizer(name: str, root: str) -> "TextTokenizer":
-    """Load the tokenizer ``name``: that of a run below ``root``, or a local file or directory; see
-    :func:`lm.checkpoint.external.load_any_tokenizer`. If empty, that of the latest run.
+    """Load the tokenizer ``name``: that of a run below ``root``, a local file or directory, or that of ``ORG/NAME`` in
+    the cache of the Hugging Face hub; see :func:`lm.checkpoint.external.load_any_tokenizer`. If empty, that of the
+    latest run.
 
     Raises UserError if there is no such run or file, or if the run has no tokenizer.
     """
@@ -222,6 +228,8 @@ def resolve_tokenizer(name: str, root: str) -> "TextTokenizer":
         raise UserError(f"{name or root} has no tokenizer; make one with: {command}")
     try:
         path = Path(name).expanduser()
+        if not path.exists():
+            path = _find_snapshot(name) or path
         if path.exists():
             from lm.checkpoint.external import load_any_tokenizer  # slow to import: torch
 
@@ -232,6 +240,15 @@ def resolve_tokenizer(name: str, root: str) -> "TextTokenizer":
         f"There is no tokenizer {name!r}{did_you_mean(name, runs)}: neither a run below {root} nor a file has "
         "this name."
     )
+
+
+def _find_snapshot(name: str) -> Path | None:
+    """Return the directory of a model of the hub that is in the local cache, and say so; None if it is not there."""
+    hub_name = parse_hub_name(name)
+    snapshot = find_in_hub_cache(hub_name) if hub_name else None
+    if snapshot:
+        log.info("%s is taken from the local cache of the Hugging Face hub: %s", name, snapshot)
+    return snapshot
 
 
 def latest_model(store: Store, root: str, stages: Sequence[tuple[str, str]] = RESULT_STAGES) -> RunModel:

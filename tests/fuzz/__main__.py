@@ -25,7 +25,7 @@ _GRACE_SECONDS = 600  # for the start of a target, and for its end after its tim
 PARSERS = {
     "texts": ("tokenizer", "tokenizer_json", "tiktoken", "sentencepiece", "sources", "web", "counts", "shards"),
     "weights": ("checkpoint", "checkpoint_file", "meta", "hugging_face", "odd_tensors", "job"),
-    "interfaces": ("manifest", "config", "preset", "request", "structured_output", "authorization"),
+    "interfaces": ("manifest", "config", "preset", "request", "embeddings", "structured_output", "authorization"),
 }
 KERNELS = ("pretoken_starts", "encoding", "invalid_utf8", "counting", "training", "random_merges", "decode_step")
 TARGETS = [name for names in PARSERS.values() for name in names] + [f"kernels-{name}" for name in KERNELS]

@@ -157,9 +157,12 @@ def preset(choices: Choices, folder: Path) -> None:
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "One <|endoftext|>", "max_tokens": 2, "temperature": 0.5}
 COMPLETION |= {"top_p": 0.9, "stop": ["a"], "stream": True, "echo": True, "logprobs": 2, "n": 2, "seed": 1, "top_k": 3}
 COMPLETION |= {"best_of": 2, "suffix": "", "logit_bias": {"5": 3.5, "97": -100}, "frequency_penalty": 0.5}
+COMPLETION |= {"min_tokens": 1, "stop_token_ids": [97, 256]}
 CHAT: dict[str, Any] = {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}
 CHAT |= {"max_tokens": 2, "stream_options": {"include_usage": True}, "stream": True, "min_p": 0.1, "n": 1}
 CHAT |= {"logprobs": True, "top_logprobs": 2, "presence_penalty": -1.5, "logit_bias": {"0": 1}, "tools": []}
+CHAT |= {"min_tokens": 1, "stop_token_ids": [97]}
+INFILL = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
 KEY = b"correct-horse"
 
 
@@ -171,7 +174,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 @cache
 def _app(has_chat_template: bool) -> Any:
     plain = bytes_tokenizer(["<|endoftext|>"])
-    tokenizer = add_chat_tokens(plain) if has_chat_template else plain
+    tokenizer = add_chat_tokens(bytes_tokenizer(["<|endoftext|>", *INFILL])) if has_chat_template else plain
     return build_app(make_model(tokenizer.size, 32).eval(), tokenizer, "tiny", 4, 4, prefix_cache_bytes=1 << 16)
 
 
@@ -202,6 +205,8 @@ async def _send_request(
 def request(choices: Choices, folder: Path) -> None:
     """Send a request body. The response must be a result or an error message."""
     path, valid_body = choices.pick([("completions", COMPLETION), ("chat/completions", CHAT)])
+    if path == "completions" and choices.below(4) == 3:
+        valid_body = {**valid_body, "suffix": "b<|fim_middle|>", "echo": False}
     if choices.below(4) == 3:
         valid_body = {**valid_body, "prompt": choices.pick([[1, 2], [[1], [2]], ["a", "b"], [256], "é" * 20, ""])}
     body = json_bytes(mutate(valid_body, choices), choices)
@@ -214,6 +219,22 @@ def request(choices: Choices, folder: Path) -> None:
             json.loads(event.removeprefix(b"data: "), parse_constant=_refuse_constant)
     else:
         assert ("error" in json.loads(response, parse_constant=_refuse_constant)) == (status != 200)
+
+
+EMBEDDINGS: dict[str, Any] = {"model": "tiny", "input": ["a", "é<|endoftext|>"], "encoding_format": "base64"}
+EMBEDDINGS |= {"user": "u", "truncate_prompt_tokens": None}
+
+
+def embeddings(choices: Choices, folder: Path) -> None:
+    """Send a request for embeddings. The response must have one for each text, or an error message."""
+    given = choices.pick([["a", "é<|endoftext|>"], "b" * 32, [97, 256], [[97], [98, 99]], [""], []])
+    encoding_format = choices.pick(["base64", "float", None])
+    body = json_bytes(mutate({**EMBEDDINGS, "input": given, "encoding_format": encoding_format}, choices), choices)
+    status, response = _loop().run_until_complete(_send_request(_app(False), "/v1/embeddings", body))
+    assert status in (200, 400, 404, 413, 429), (status, response)
+    content = json.loads(response, parse_constant=_refuse_constant)
+    assert ("error" in content) == (status != 200), response
+    assert status != 200 or [row["index"] for row in content["data"]] == [*range(len(content["data"]))], response
 
 
 _SCHEMA: dict[str, Any] = {"type": "object", "additionalProperties": False, "required": ["a", "b"]}

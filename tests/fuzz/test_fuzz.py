@@ -21,6 +21,7 @@ SLOW_TARGETS = {
     "config",
     "preset",
     "request",
+    "embeddings",
     "structured_output",
     "checkpoint",
     "checkpoint_file",

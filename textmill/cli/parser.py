@@ -21,7 +21,7 @@ from flows.prefect_support.deployments import LOCAL_POOL
 from flows.sweep_config import SweepConfig
 from lm.common.errors import UserError, did_you_mean
 from lm.eval.config import EvaluationConfig, TeachConfig
-from lm.inference.config import Quantization, SampleConfig
+from lm.inference.config import Pooling, Quantization, SampleConfig
 from lm.posttrain.config import Method
 from lm.train.config import TrainConfig, fitting_warmup
 from textmill.cli.base_config import read_last_config, read_sweep_base
@@ -36,7 +36,8 @@ _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
     "model": {
         "type": str,
         "default": "",
-        "help": "a run below --root, or a local directory in a format of Hugging Face or Meta; default: the latest run",
+        "help": "a run below --root, a directory of Hugging Face or Meta, or ORG/NAME in the hub's local cache; "
+        "default: the latest run",
     },
     "device": {"type": str, "default": "auto", "help": "cpu, cuda, mps or auto"},
     "quantize": {
@@ -219,6 +220,8 @@ def build_parser(preset: str = "demo", base: PipelineConfig | None = None, only:
     serve.option("served_model_name", "", name_help)
     origin_help = 'web pages that may use the server, as https://app.example.com; "*": all. Default: its own page'
     serve.option("allowed_origins", [], origin_help, type=list[str])
+    pooling_help = "the embedding of a text: the hidden state of its last token, or the mean over its tokens"
+    serve.add_argument("--pooling", choices=get_args(Pooling), default="last", help=pooling_help)
 
     evaluate = add("evaluate", "Ask a model the problems of a task, and show how many of its answers are right.")
     model_help = f"{_SHARED_OPTIONS['model']['help']}; or the URL of a server with OpenAI's API"

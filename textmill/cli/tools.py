@@ -154,6 +154,7 @@ def serve_command(options: Namespace) -> None:
         speculative_tokens=options.speculative_tokens,
         served_model_name=options.served_model_name,
         allowed_origins=options.allowed_origins,
+        pooling=options.pooling,
     )
 
 

@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from lm.common.errors import UserError
 from lm.hardware.device import explain_out_of_memory
 from lm.inference.chat_format import PLAIN_NOTICE, ChatFormat
 from lm.inference.completion import check_vocabulary
-from lm.inference.config import Quantization
+from lm.inference.config import Pooling, Quantization
 from lm.inference.engine import Generation
 from lm.inference.scheduler import QueueFull, Scheduler, SchedulerClosed
 from lm.model.flops import parameter_count
@@ -30,12 +30,14 @@ from lm.model.transformer import TransformerLM
 from lm.tokenizer.text_tokenizer import TextTokenizer
 from tasks.runs.models import ResolvedModel
 from textmill.server.access import AccessControl, RequestTimeout, parse_origin
+from textmill.server.embeddings import Embedder, EmbeddingRequest
 from textmill.server.logprobs import TokenNames
 from textmill.server.metrics import CountRequests, ServerMetrics
 from textmill.server.openapi import openapi_document
 from textmill.server.page import page_response
 from textmill.server.requests import ApiError, ChatRequest, CompletionRequest, parse_request
 from textmill.server.responses import GenerationResponse
+from textmill.server.special_texts import SpecialTextNotice
 from textmill.server.structured_output import ConstraintFactory
 from textmill.server.tokens import DetokenizeRequest, TokenizeRequest
 
@@ -46,10 +48,11 @@ _MAX_SCORES = 1 << 18  # log-probabilities of a response: about 10 MB; json keep
 _SHUTDOWN_SECONDS = 5  # time for open responses when the server stops
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status code; nobody receives it
 _ALIAS = "textmill"  # a name that every served model answers to
-R = TypeVar("R", bound=CompletionRequest | ChatRequest | TokenizeRequest | DetokenizeRequest)
+R = TypeVar("R", bound=CompletionRequest | ChatRequest | EmbeddingRequest | TokenizeRequest | DetokenizeRequest)
 _METHODS = {
     "/v1/completions": "POST",
     "/v1/chat/completions": "POST",
+    "/v1/embeddings": "POST",
     "/tokenize": "POST",
     "/detokenize": "POST",
     "/v1/models": "GET",
@@ -75,20 +78,22 @@ def build_app(
     is_private: bool = False,
     is_post_trained: bool = False,
     allowed_origins: Collection[str] = (),
+    pooling: Pooling = "last",
 ) -> FastAPI:
     """Return the web application for ``model``, which clients call ``name`` or ``textmill``.
 
     ``app.state.scheduler`` is its scheduler. ``api_key``, ``max_requests_per_client``, ``is_private`` and
-    ``allowed_origins`` are those of :class:`textmill.server.access.AccessControl`; pages of these origins may also read
-    the answers. ``speculative_tokens`` is that of :class:`lm.inference.config.SampleConfig`. ``identity`` is a text
-    that changes with the model. The page opens on the chat if the model ``is_post_trained`` or has a chat template.
-    Raises UserError if the model and the tokenizer do not match.
+    ``allowed_origins`` are those of :class:`textmill.server.access.AccessControl`; pages of these origins may also
+    read the answers. ``pooling`` is that of embeddings. ``speculative_tokens`` is that of
+    :class:`lm.inference.config.SampleConfig`. ``identity`` is a text that changes with the model. The page opens on
+    the chat if the model ``is_post_trained`` or has a chat template. Raises UserError if the model and the
+    tokenizer do not match.
     """
     check_vocabulary(model, tokenizer.size)
     chat_format = ChatFormat(tokenizer)
     if not chat_format.has_template:
         log.warning(PLAIN_NOTICE)
-    token_names, constraints = TokenNames(tokenizer), ConstraintFactory(tokenizer)
+    token_names, constraints, notice = TokenNames(tokenizer), ConstraintFactory(tokenizer), SpecialTextNotice(tokenizer)
     scheduler = Scheduler(model, max_batch_size, max_waiting, prefix_cache_bytes)
     metrics = ServerMetrics(scheduler)
 
@@ -143,6 +148,7 @@ def build_app(
         if not 0 < count <= scheduler.capacity:
             raise ApiError(400, f"{count} completions are requested; 1 to {scheduler.capacity} are possible.", "n")
         prompts = await asyncio.to_thread(request.encode_prompts, chat_format)
+        await asyncio.to_thread(notice.check, request)
         constraint = await constraints.make(request)
         context_length = model.config.context_length
         response = GenerationResponse(
@@ -167,7 +173,10 @@ def build_app(
             raise ApiError(400, str(error), "prompt") from None
         if request.stream:
             return _EventStream(response, scheduler)
-        return await _wait_for_response(http_request, response, scheduler)
+        try:
+            return await _until_disconnect(http_request, response.whole())
+        finally:
+            _cancel(response, scheduler)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -176,6 +185,13 @@ def build_app(
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         return await generate(request, ChatRequest)
+
+    embedder = Embedder(model, tokenizer, name, scheduler, pooling)
+
+    @app.post("/v1/embeddings")
+    async def embeddings(request: Request) -> Response:
+        body = await read_request(request, EmbeddingRequest)
+        return await _until_disconnect(request, embedder.respond(body))
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
@@ -269,21 +285,20 @@ class _EventStream(StreamingResponse):
             _cancel(self._response, self._scheduler)
 
 
-async def _wait_for_response(request: Request, response: GenerationResponse, scheduler: Scheduler) -> Response:
-    """Wait for the whole response, and cancel the generation if the client disconnects."""
+async def _until_disconnect(request: Request, response: Coroutine[Any, Any, Response]) -> Response:
+    """Return the response, or cancel the coroutine that makes it if the client disconnects."""
 
     async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    whole, disconnect = asyncio.ensure_future(response.whole()), asyncio.ensure_future(wait_for_disconnect())
+    whole, disconnect = asyncio.ensure_future(response), asyncio.ensure_future(wait_for_disconnect())
     try:
         await asyncio.wait({whole, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         return whole.result() if whole.done() else Response(status_code=_CLIENT_CLOSED_REQUEST)
     finally:
         whole.cancel()
         disconnect.cancel()
-        _cancel(response, scheduler)
 
 
 def _cancel(response: GenerationResponse, scheduler: Scheduler) -> None:
@@ -300,6 +315,7 @@ def serve(
     api_key: str | None = None,
     served_model_name: str = "",
     allowed_origins: Sequence[str] = (),
+    pooling: Pooling = "last",
     **options: int,
 ) -> None:
     """Serve a model until Ctrl-C.
@@ -340,6 +356,7 @@ def serve(
                 is_private=is_private,
                 is_post_trained=resolved.is_post_trained,
                 allowed_origins=origins,
+                pooling=pooling,
                 **options,
             )
         if api_key is None and not is_private:

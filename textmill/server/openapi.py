@@ -7,6 +7,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 from starlette.routing import BaseRoute
 
+from textmill.server.embeddings import EmbeddingRequest
 from textmill.server.fields import StrictModel
 from textmill.server.requests import ChatRequest, CompletionRequest
 from textmill.server.tokens import DetokenizeRequest, TokenizeRequest
@@ -14,6 +15,7 @@ from textmill.server.tokens import DetokenizeRequest, TokenizeRequest
 _BODIES: dict[str, type[StrictModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/embeddings": EmbeddingRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }

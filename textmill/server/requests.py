@@ -4,7 +4,6 @@ Source: https://platform.openai.com/docs/api-reference (completions, chat).
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from fastapi.responses import JSONResponse, Response
@@ -23,7 +22,9 @@ from lm.data.dialogs import Message
 from lm.inference.chat_format import ChatFormat
 from lm.inference.completion import encode_prompt
 from lm.inference.config import SampleConfig
+from lm.inference.infill import encode_infill, find_infill_ends
 from lm.inference.sampler import LogitEdits
+from lm.tokenizer.text_tokenizer import TextTokenizer
 from textmill.server.fields import (
     FailFastList,
     ResponseFormat,
@@ -33,6 +34,8 @@ from textmill.server.fields import (
     refuse_unless,
 )
 
+Prompts = str | FailFastList[str] | FailFastList[int] | FailFastList[FailFastList[int]]
+"""A text, texts, the ids of a text, or those of several."""
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 _MAX_COUNT = 1 << 31  # numbers of thousands of digits cannot be written into a message
@@ -74,6 +77,7 @@ class GenerationRequest(StrictModel):
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=0, le=_MAX_COUNT)
+    min_tokens: int | None = Field(None, ge=0, le=_MAX_COUNT)
     temperature: float | None = Field(None, ge=0, le=2)
     top_k: int | None = Field(None, ge=-1, le=1 << 30)
     top_p: float | None = Field(None, ge=0, le=1)
@@ -105,7 +109,6 @@ class GenerationRequest(StrictModel):
     allowed_token_ids: Unsupported = None
     bad_words: Unsupported = None
     ignore_eos: Unsupported = None
-    min_tokens: Unsupported = None
     include_stop_str_in_output: Unsupported = None
     skip_special_tokens: Annotated[Any, refuse_unless(True)] = None
     # Sampling.
@@ -132,6 +135,10 @@ class GenerationRequest(StrictModel):
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SampleConfig(**parameters, max_new_tokens=max_new_tokens, stop=[*stops, *extra_stops])
 
+    def find_stop_ids(self, tokenizer: TextTokenizer) -> frozenset[int]:
+        """Return the ids that end an answer beside those of the model. Others than the model's can end none."""
+        return frozenset(token_id for token_id in self.stop_token_ids or () if token_id < tokenizer.size)
+
     def logit_edits(self, vocab_size: int) -> LogitEdits:
         """Return the penalties and biases. Raise ApiError for a bias of an unknown token id."""
         biases: dict[int, float] = {}
@@ -141,25 +148,27 @@ class GenerationRequest(StrictModel):
                 message = f"logit_bias: {key[:40]!r} is not a token id; the model has the ids 0 to {vocab_size - 1}."
                 raise ApiError(400, message, "logit_bias")
             biases[int(key)] = bias
-        return LogitEdits(self.frequency_penalty or 0.0, self.presence_penalty or 0.0, biases)
+        return LogitEdits(self.frequency_penalty or 0.0, self.presence_penalty or 0.0, biases, self.min_tokens or 0)
+
+
+def list_texts(value: Prompts) -> Sequence[str | list[int]]:
+    """Return the texts of a field, each as it is or as ids."""
+    if isinstance(value, str):
+        return [value]
+    texts = [item for item in value if not isinstance(item, int)]
+    return texts or [[item for item in value if isinstance(item, int)]]
 
 
 class CompletionRequest(GenerationRequest):
     """The body of ``POST /v1/completions``."""
 
-    prompt: str | FailFastList[str] | FailFastList[int] | FailFastList[FailFastList[int]]
+    prompt: Prompts
     add_special_tokens: bool | None = None
     parse_special: bool | None = None
-    suffix: Unsupported = None
+    suffix: str | None = None
     best_of: int | None = Field(None, ge=1, le=_MAX_COUNT)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=_MAX_ALTERNATIVES)
-
-    def _prompts(self) -> Sequence[str | list[int]]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        prompts = [item for item in self.prompt if not isinstance(item, int)]
-        return prompts or [[item for item in self.prompt if isinstance(item, int)]]
 
     @property
     def num_alternatives(self) -> int | None:
@@ -178,18 +187,34 @@ class CompletionRequest(GenerationRequest):
             raise ApiError(400, "best_of: a stream cannot wait for the best; use best_of = n.", "best_of")
         return self.best_of
 
+    def find_stop_ids(self, tokenizer: TextTokenizer) -> frozenset[int]:
+        """Return the ids that end an answer beside those of the model."""
+        return super().find_stop_ids(tokenizer) | (find_infill_ends(tokenizer) if self.suffix else frozenset())
+
     def count_prompts(self) -> int:
         """Return the number of prompts."""
-        return len(self._prompts())
+        return len(list_texts(self.prompt))
 
     def encode_prompts(self, chat_format: ChatFormat) -> list[list[int]]:
-        """Return the token ids of the prompts. Raise ApiError if special tokens in them cannot be encoded."""
+        """Return the token ids of the prompts. Raise ApiError if special tokens in them cannot be encoded, and for a
+        suffix if the model has no tokens for it."""
         has_begin, parses_special = self.add_special_tokens is not False, bool(self.parse_special)
-        encode = partial(encode_prompt, chat_format.tokenizer, has_begin=has_begin, parses_special=parses_special)
+        if self.suffix and self.echo:
+            raise ApiError(400, "echo: A prompt with a suffix is not one text, so it cannot be repeated.", "echo")
+
+        def encode(prompt: str | list[int]) -> list[int]:
+            tokenizer = chat_format.tokenizer
+            if self.suffix:
+                return encode_infill(tokenizer, prompt, self.suffix, has_begin=has_begin, parses_special=parses_special)
+            if isinstance(prompt, str):
+                return encode_prompt(tokenizer, prompt, has_begin=has_begin, parses_special=parses_special)
+            return prompt
+
         try:
-            return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in self._prompts()]
+            return [*map(encode, list_texts(self.prompt))]
         except UserError as error:
-            raise ApiError(400, str(error), "parse_special") from None
+            name = "suffix" if self.suffix else "parse_special"
+            raise ApiError(400, f"{name}: {error}", name) from None
 
 
 class _Part(StrictModel):

@@ -52,7 +52,7 @@ class Choice:
             chat_format.tokenizer, prompt, sampling, seed, self._send, response.edits, constraint
         )
         self.generation = self._text.generation
-        self.generation.stop_ids |= frozenset(request.stop_token_ids or ())
+        self.generation.stop_ids |= request.find_stop_ids(chat_format.tokenizer)
         self.generation.wants_logprobs = response.has_logprobs or response.has_best_of
         self.generation.wants_prompt_logprobs = response.has_logprobs and self._has_echo
         self.generation.num_alternatives = request.num_alternatives or 0
@@ -226,7 +226,10 @@ def _event(data: dict[str, Any]) -> str:
 
 
 def _max_tokens(request: CompletionRequest | ChatRequest, prompt_tokens: int, context_length: int) -> int:
-    """Return the maximum number of tokens to generate. Raise ApiError if they do not fit into the context."""
+    """Return the maximum number of tokens to generate.
+
+    Raise ApiError if they do not fit into the context, or if they are fewer than the minimum.
+    """
     is_chat, max_tokens = isinstance(request, ChatRequest), request.max_tokens
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         max_tokens = request.max_completion_tokens
@@ -236,6 +239,9 @@ def _max_tokens(request: CompletionRequest | ChatRequest, prompt_tokens: int, co
         message = f"The prompt has {prompt_tokens} tokens{requested}; the model's context has {context_length}."
         room = {"max_tokens": free_tokens} if free_tokens > 0 else {}  # not OpenAI's; textmill's clients read it
         raise ApiError(400, message, "messages" if is_chat else "prompt", "context_length_exceeded", **room)
-    if max_tokens is not None:
-        return max_tokens
-    return free_tokens if is_chat else min(free_tokens, 16)  # OpenAI's default
+    if max_tokens is None:
+        max_tokens = free_tokens if is_chat else min(free_tokens, 16)  # OpenAI's default
+    if (request.min_tokens or 0) > max_tokens:
+        message = f"min_tokens is {request.min_tokens}, but at most {max_tokens} tokens are generated; see max_tokens."
+        raise ApiError(400, message, "min_tokens")
+    return max_tokens

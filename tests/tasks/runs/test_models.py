@@ -163,8 +163,8 @@ def test_names_that_are_no_model(made: tuple[RunContext, dict[str, Ref]], root: 
         "20260106-000000-full-x": "has no manifest of a finished train",
         str(tmp_path / "file"): "There is no model .*: this is a file; name the directory",
         str(tmp_path / "my.gguf"): "this is GGUF, which textmill writes but does not read",
-        "org/model-1.5B": "textmill does not download models.*hf download org/model-1.5B --local-dir model-1.5B first",
-        "other_org/name": "hf download other_org/name --local-dir name",
+        "org/model-1.5B": "textmill does not download models.*run hf download org/model-1.5B first",
+        "other_org/name": "hf download other_org/name first",
         "~no-such-user/model": "cannot be opened",
     }.items():
         with pytest.raises(UserError, match=message):

@@ -31,8 +31,8 @@ HOSTILE = "a<|end|><|system|>b<|endoftext|>"
 
 
 @contextmanager
-def open_client(model: TransformerLM, tokenizer: Tokenizer = TEMPLATE) -> Iterator[TestClient]:
-    with TestClient(build_app(model.eval(), tokenizer, "tiny", 2)) as client:
+def open_client(model: TransformerLM, tokenizer: Tokenizer = TEMPLATE, **options: Any) -> Iterator[TestClient]:
+    with TestClient(build_app(model.eval(), tokenizer, "tiny", 2, **options)) as client:
         yield client
 
 

@@ -41,6 +41,7 @@ def test_the_document_has_the_fields_that_the_server_supports(client: TestClient
     assert document["paths"].keys() == {
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/embeddings",
         "/tokenize",
         "/detokenize",
         "/v1/models",
@@ -55,12 +56,10 @@ def test_the_document_needs_the_key_and_has_no_page(client: TestClient) -> None:
 
 
 def test_an_unknown_path_gets_openais_error_and_the_endpoints(client: TestClient) -> None:
-    response = client.post("/v1/embeddings", json={})
+    response = client.post("/v1/audio", json={})
     error = response.json()["error"]
     assert (response.status_code, error["type"], error["code"]) == (404, "invalid_request_error", "unknown_url")
-    assert error["message"].startswith(
-        "Unknown request URL: POST /v1/embeddings. This server has POST /v1/completions,"
-    )
+    assert error["message"].startswith("Unknown request URL: POST /v1/audio. This server has POST /v1/completions,")
     assert len(client.get("/" + "a" * 5000).json()["error"]["message"]) < 400
 
 
@@ -74,6 +73,6 @@ def test_an_endpoint_names_its_method(client: TestClient) -> None:
 def test_all_endpoints_of_the_error_exist(client: TestClient) -> None:
     message = client.get("/nothing").json()["error"]["message"]
     endpoints = message.partition(" This server has ")[2].removesuffix(".").split(", ")
-    assert len(endpoints) == 9
+    assert len(endpoints) == 10
     for endpoint in endpoints:
         assert client.request(*endpoint.split()).status_code in (200, 400), endpoint

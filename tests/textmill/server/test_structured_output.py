@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 from pydantic import BaseModel, Field
 
 from lm.common.errors import UserError
@@ -15,6 +16,8 @@ from lm.inference.constraints import ConstraintError
 from tests.helpers.completion_server import CLIENT_TIMEOUT_SECONDS, CONTEXT, RunningServer, openai, run_server
 from tests.helpers.constrained import is_valid_json
 from tests.helpers.generating import make_model
+from tests.helpers.tokenizers import bytes_tokenizer
+from textmill.server.app import build_app
 
 pytest.importorskip("llguidance", reason="llguidance is not installed")
 
@@ -65,6 +68,15 @@ def test_the_answer_is_valid_json(constrained_server: RunningServer, fields: dic
         )
         assert is_valid_json(completion.json()["choices"][0]["text"], SCHEMA)
     assert len(set(texts)) > 1
+
+
+@pytest.mark.parametrize("special_tokens", [[], ["<|endoftext|>"]])
+def test_a_stop_id_that_the_model_lacks_changes_nothing(special_tokens: list[str]) -> None:
+    tokenizer = bytes_tokenizer(special_tokens)
+    with TestClient(build_app(make_model(tokenizer.size, CONTEXT).eval(), tokenizer, "tiny", 2)) as client:
+        body = {"prompt": "a", "guided_regex": "abc", "stop_token_ids": [10**6, tokenizer.size]}
+        [choice] = client.post("/v1/completions", json=body).json()["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("abc", "stop")
 
 
 def test_a_cut_answer_says_length(constrained_server: RunningServer) -> None:

@@ -88,6 +88,40 @@ def test_a_stop_id_ends_an_answer_and_is_no_part_of_it() -> None:
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "stop_token_ids"
 
 
+@pytest.mark.parametrize(
+    "field", [{"stop_token_ids": [ord("a")]}, {"stop_token_ids": [ord("a"), 10**12]}, {"stop": ["bb", "b"]}]
+)
+def test_an_answer_has_the_minimum_of_tokens(field: dict[str, Any]) -> None:
+    logits = [0.0] * TEMPLATE.size
+    logits[ord("a")], logits[ord("b")] = (90, 80) if "stop_token_ids" in field else (0, 90)
+    with open_client(fixed_model(logits, CONTEXT), speculative_tokens=4) as client:
+        for min_tokens in (0, 4):
+            options = {"max_tokens": 9, "min_tokens": min_tokens, "temperature": 0, "n": 2, **field}
+            completion = post(client, "/v1/completions", prompt=["Once", "Up"], logprobs=1, **options).json()
+            chat = post(client, "/v1/chat/completions", messages=DIALOG[:1], logprobs=True, **options).json()
+            texts = [choice["text"] for choice in completion["choices"]]
+            texts += [choice["message"]["content"] for choice in chat["choices"]]
+            expected = "b" * min_tokens if "stop_token_ids" in field else "b" * max(0, min_tokens - 2)
+            assert texts == [expected] * 6  # four of completions, two of a chat
+            choices = [*completion["choices"], *chat["choices"]]
+            assert {choice["finish_reason"] for choice in choices} == {"stop"}
+            num_tokens = min_tokens if "stop_token_ids" in field else max(1, min_tokens)
+            assert chat["usage"]["completion_tokens"] == 2 * num_tokens
+            end = "a" if "stop_token_ids" in field else "b"
+            assert [choice["logprobs"]["tokens"][-1] for choice in completion["choices"]] == [end] * 4
+
+
+@pytest.mark.parametrize("limit", [{"max_tokens": 3}, {"max_tokens": None}, {"max_completion_tokens": 3}])
+def test_a_minimum_above_the_maximum_is_refused(limit: dict[str, Any]) -> None:
+    path = "/v1/chat/completions" if "max_completion_tokens" in limit else "/v1/completions"
+    with open_client(make_model(TEMPLATE.size, CONTEXT)) as client:
+        body = {"messages": DIALOG[:1]} if "chat" in path else {"prompt": "a"}
+        refused = post(client, path, **body, **limit, min_tokens=17)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "min_tokens"
+        most = next(iter(limit.values())) or 16
+        assert post(client, path, **body, **limit, min_tokens=most).status_code == 200
+
+
 def test_special_tokens_in_a_prompt_are_parsed_on_request() -> None:
     with open_client(make_model(TEMPLATE.size, CONTEXT)) as client:
         counts = [
