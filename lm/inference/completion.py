@@ -91,7 +91,8 @@ class TextGeneration:
     """A generation, to be submitted to an engine, that calls ``on_text`` with each new piece of text, or collects them.
 
     Text that may be a part of a character or of a stop text is held back until the next tokens decide. The generation
-    ends at one of the tokenizer's ``stop_ids`` or at a text in ``config.stop``.
+    ends at one of the tokenizer's ``stop_ids`` or at a text in ``config.stop``. ``shown_ids`` are special tokens that
+    are text and end nothing.
     """
 
     def __init__(
@@ -103,12 +104,13 @@ class TextGeneration:
         on_text: Callable[[str], None] | None = None,
         edits: LogitEdits | None = None,
         constraint: Constraint | None = None,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.pieces: list[str] = []
         self._on_text = on_text or self.pieces.append
         self._stream = TextStream(tokenizer.vocab, config.stop)
-        self._hidden_ids = frozenset(tokenizer.special_ids.values())
-        edits, limit, stop_ids = edits or LogitEdits(), config.max_new_tokens, tokenizer.stop_ids
+        self._hidden_ids = frozenset(tokenizer.special_ids.values()) - shown_ids
+        edits, limit, stop_ids = edits or LogitEdits(), config.max_new_tokens, tokenizer.stop_ids - shown_ids
         self.generation = Generation(prompt, limit, config, stop_ids, seed, edits, constraint, on_token=self._on_token)
 
     def _on_token(self, token_id: int) -> bool:

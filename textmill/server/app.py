@@ -35,8 +35,8 @@ from textmill.server.metrics import CountRequests, ServerMetrics
 from textmill.server.openapi import openapi_document
 from textmill.server.page import page_response
 from textmill.server.requests import ApiError, ChatRequest, CompletionRequest, parse_request
-from textmill.server.responses import GenerationResponse
-from textmill.server.structured_output import ConstraintFactory
+from textmill.server.responses import GenerationResponse, write_events
+from textmill.server.structured_output import AnswerPlanner
 from textmill.server.tokens import DetokenizeRequest, TokenizeRequest
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def build_app(
     chat_format = ChatFormat(tokenizer)
     if not chat_format.has_template:
         log.warning(PLAIN_NOTICE)
-    token_names, constraints = TokenNames(tokenizer), ConstraintFactory(tokenizer)
+    token_names, planner = TokenNames(tokenizer), AnswerPlanner(chat_format)
     scheduler = Scheduler(model, max_batch_size, max_waiting, prefix_cache_bytes)
     metrics = ServerMetrics(scheduler)
 
@@ -142,11 +142,13 @@ def build_app(
         count = request.count_prompts() * request.completions_per_prompt
         if not 0 < count <= scheduler.capacity:
             raise ApiError(400, f"{count} completions are requested; 1 to {scheduler.capacity} are possible.", "n")
+        plan = await planner.plan(request)
         prompts = await asyncio.to_thread(request.encode_prompts, chat_format)
-        constraint = await constraints.make(request)
+        if isinstance(request, ChatRequest) and plan.has_form:
+            prompts = [chat_format.end_reasoning(prompt) for prompt in prompts]
         context_length = model.config.context_length
         response = GenerationResponse(
-            request, prompts, chat_format, token_names, context_length, speculative_tokens, constraint
+            request, prompts, chat_format, token_names, context_length, speculative_tokens, plan
         )
         choices = {choice.generation: choice for choice in response.choices}
         if response.has_logprobs and (num_scores := sum(map(_count_scores, choices))) > _MAX_SCORES:
@@ -259,7 +261,9 @@ class _EventStream(StreamingResponse):
     """Streams events, and cancels the generation if the client disconnects."""
 
     def __init__(self, response: GenerationResponse, scheduler: Scheduler) -> None:
-        super().__init__(response.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(
+            write_events(response.chunks()), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
         self._response, self._scheduler = response, scheduler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -279,7 +283,7 @@ async def _wait_for_response(request: Request, response: GenerationResponse, sch
     whole, disconnect = asyncio.ensure_future(response.whole()), asyncio.ensure_future(wait_for_disconnect())
     try:
         await asyncio.wait({whole, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        return whole.result() if whole.done() else Response(status_code=_CLIENT_CLOSED_REQUEST)
+        return JSONResponse(whole.result()) if whole.done() else Response(status_code=_CLIENT_CLOSED_REQUEST)
     finally:
         whole.cancel()
         disconnect.cancel()
