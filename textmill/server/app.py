@@ -12,11 +12,10 @@ from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
 from lm.common.errors import UserError
 from lm.hardware.device import explain_out_of_memory
@@ -30,12 +29,16 @@ from lm.model.transformer import TransformerLM
 from lm.tokenizer.text_tokenizer import TextTokenizer
 from tasks.runs.models import ResolvedModel
 from textmill.server.access import AccessControl, RequestTimeout, parse_origin
+from textmill.server.api_form import ApiForm, openai_form
+from textmill.server.disconnects import CLIENT_CLOSED_REQUEST, EventStream, wait_for_response
+from textmill.server.fields import StrictModel
 from textmill.server.logprobs import TokenNames
 from textmill.server.metrics import CountRequests, ServerMetrics
 from textmill.server.openapi import openapi_document
 from textmill.server.page import page_response
 from textmill.server.requests import ApiError, ChatRequest, CompletionRequest, parse_request
-from textmill.server.responses import GenerationResponse, write_events
+from textmill.server.responses import GenerationResponse
+from textmill.server.responses_api import RESPONSES
 from textmill.server.structured_output import AnswerPlanner
 from textmill.server.tokens import DetokenizeRequest, TokenizeRequest
 
@@ -44,12 +47,12 @@ log = logging.getLogger(__name__)
 _MAX_BODY_BYTES = 1 << 20
 _MAX_SCORES = 1 << 18  # log-probabilities of a response: about 10 MB; json keeps the other threads waiting meanwhile
 _SHUTDOWN_SECONDS = 5  # time for open responses when the server stops
-_CLIENT_CLOSED_REQUEST = 499  # nginx's status code; nobody receives it
 _ALIAS = "textmill"  # a name that every served model answers to
-R = TypeVar("R", bound=CompletionRequest | ChatRequest | TokenizeRequest | DetokenizeRequest)
+R = TypeVar("R", bound=StrictModel)
 _METHODS = {
     "/v1/completions": "POST",
     "/v1/chat/completions": "POST",
+    "/v1/responses": "POST",
     "/tokenize": "POST",
     "/detokenize": "POST",
     "/v1/models": "GET",
@@ -132,12 +135,19 @@ def build_app(
             if len(body) > _MAX_BODY_BYTES:
                 raise ApiError(413, f"The body is longer than {_MAX_BODY_BYTES:,} bytes.")
         request = parse_request(request_type, bytes(body))
-        if request.model is not None:
-            check_model(request.model)
+        if (requested := getattr(request, "model", None)) is not None:
+            check_model(requested)
         return request
 
-    async def generate(http_request: Request, request_type: type[CompletionRequest] | type[ChatRequest]) -> Response:
-        request = await read_request(http_request, request_type)
+    async def generate(http_request: Request, form: ApiForm) -> Response:
+        try:
+            return await generate_in_form(http_request, form)
+        except ApiError as error:
+            raise form.rename_field(error) from None
+
+    async def generate_in_form(http_request: Request, form: ApiForm) -> Response:
+        outer_request = await read_request(http_request, form.request_type)
+        request = form.translate(outer_request)
         request.model = name
         count = request.count_prompts() * request.completions_per_prompt
         if not 0 < count <= scheduler.capacity:
@@ -168,16 +178,23 @@ def build_app(
         except UserError as error:
             raise ApiError(400, str(error), "prompt") from None
         if request.stream:
-            return _EventStream(response, scheduler)
-        return await _wait_for_response(http_request, response, scheduler)
+            return EventStream(form.write_events(outer_request, response.chunks()), response, scheduler)
+        body = await wait_for_response(http_request, response, scheduler)
+        if body is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return JSONResponse(form.write_whole(outer_request, body))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await generate(request, CompletionRequest)
+        return await generate(request, openai_form(CompletionRequest))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await generate(request, ChatRequest)
+        return await generate(request, openai_form(ChatRequest))
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return await generate(request, RESPONSES)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
@@ -236,7 +253,7 @@ def _count_scores(generation: Generation) -> int:
 
 async def _error_response(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     if isinstance(error, HTTPException):
         headers, error = error.headers, _routing_error(request, error)
         error.headers = headers
@@ -255,44 +272,6 @@ def _routing_error(request: Request, error: HTTPException) -> ApiError:
         allowed = (error.headers or {}).get("Allow", "")
         return ApiError(405, f"{requested} is not possible; the method is {allowed}.", code="method_not_supported")
     return ApiError(error.status_code, error.detail)
-
-
-class _EventStream(StreamingResponse):
-    """Streams events, and cancels the generation if the client disconnects."""
-
-    def __init__(self, response: GenerationResponse, scheduler: Scheduler) -> None:
-        super().__init__(
-            write_events(response.chunks()), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
-        self._response, self._scheduler = response, scheduler
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            _cancel(self._response, self._scheduler)
-
-
-async def _wait_for_response(request: Request, response: GenerationResponse, scheduler: Scheduler) -> Response:
-    """Wait for the whole response, and cancel the generation if the client disconnects."""
-
-    async def wait_for_disconnect() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    whole, disconnect = asyncio.ensure_future(response.whole()), asyncio.ensure_future(wait_for_disconnect())
-    try:
-        await asyncio.wait({whole, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        return JSONResponse(whole.result()) if whole.done() else Response(status_code=_CLIENT_CLOSED_REQUEST)
-    finally:
-        whole.cancel()
-        disconnect.cancel()
-        _cancel(response, scheduler)
-
-
-def _cancel(response: GenerationResponse, scheduler: Scheduler) -> None:
-    for choice in response.choices:
-        scheduler.cancel(choice.generation)
 
 
 def serve(

@@ -38,7 +38,9 @@ _Content = Annotated[
 ]
 
 
-class _CalledFunction(StrictModel):
+class CalledFunction(StrictModel):
+    """A call of a tool."""
+
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: str = ""
 
@@ -62,7 +64,7 @@ class _CalledFunction(StrictModel):
 class _ToolCall(StrictModel):
     id: str | None = None
     type: Literal["function"] = "function"
-    function: _CalledFunction
+    function: CalledFunction
 
 
 class ChatMessage(StrictModel):

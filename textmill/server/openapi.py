@@ -9,11 +9,13 @@ from starlette.routing import BaseRoute
 
 from textmill.server.fields import StrictModel
 from textmill.server.requests import ChatRequest, CompletionRequest
+from textmill.server.responses_api import ResponsesRequest
 from textmill.server.tokens import DetokenizeRequest, TokenizeRequest
 
 _BODIES: dict[str, type[StrictModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }

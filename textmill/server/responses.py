@@ -1,7 +1,6 @@
 """Responses of OpenAI's API: the generated text of a request, as one JSON body or as a stream of events."""
 
 import asyncio
-import json
 import random
 import time
 import uuid
@@ -142,16 +141,6 @@ class GenerationResponse:
                 yield {**self._header, "choices": [choice], **({"usage": None} if has_usage else {})}
         if has_usage:
             yield {**self._header, "choices": [], "usage": self._usage()}
-
-
-async def write_events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
-    """Yield a stream as server-sent events of OpenAI's API."""
-    try:
-        async for chunk in chunks:
-            yield f"data: {json.dumps(chunk)}\n\n"
-    except ApiError as error:
-        yield f"data: {json.dumps(error.body)}\n\n"
-    yield "data: [DONE]\n\n"
 
 
 def _max_tokens(request: CompletionRequest | ChatRequest, prompt_tokens: int, context_length: int) -> int:

@@ -41,6 +41,7 @@ def test_the_document_has_the_fields_that_the_server_supports(client: TestClient
     assert document["paths"].keys() == {
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/responses",
         "/tokenize",
         "/detokenize",
         "/v1/models",
@@ -74,6 +75,6 @@ def test_an_endpoint_names_its_method(client: TestClient) -> None:
 def test_all_endpoints_of_the_error_exist(client: TestClient) -> None:
     message = client.get("/nothing").json()["error"]["message"]
     endpoints = message.partition(" This server has ")[2].removesuffix(".").split(", ")
-    assert len(endpoints) == 9
+    assert len(endpoints) == 10
     for endpoint in endpoints:
         assert client.request(*endpoint.split()).status_code in (200, 400), endpoint
