@@ -29,7 +29,13 @@ class TextStream:
         self._max_stop_length = max(map(len, self._stops), default=0)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held_back = ""
-        self.is_stopped = False
+        self.stop_text: str | None = None
+        """The first of ``stops`` in the text, once it is there."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the text has ended."""
+        return self.stop_text is not None
 
     def add(self, token_id: int) -> str:
         """Return the text that is final now. An id without bytes, such as a special one or one that the vocabulary
@@ -47,9 +53,10 @@ class TextStream:
         if self.is_stopped:
             return ""
         text = self._held_back + new_text
-        if matches := [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]:
-            self.is_stopped, self._held_back = True, ""
-            return text[: min(matches)[1]]
+        if matches := [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]:
+            _, start, self.stop_text = min(matches)
+            self._held_back = ""
+            return text[:start]
         starts = range(max(0, len(text) - self._max_stop_length + 1), len(text))
         end = next((i for i in starts if any(stop.startswith(text[i:]) for stop in self._stops)), len(text))
         self._held_back = text[end:]
@@ -117,6 +124,11 @@ class TextGeneration:
         is_hidden = token_id in self._hidden_ids  # a special token that ends nothing is no text
         self._on_text(self._stream.add(-1 if is_hidden else token_id))
         return self._stream.is_stopped
+
+    @property
+    def stop_text(self) -> str | None:
+        """The text of ``config.stop`` that ended the generation, if one did."""
+        return self._stream.stop_text
 
     def finish(self) -> str:
         """Return the collected pieces and the text that is held back at the end."""

@@ -26,6 +26,10 @@ class ApiForm(NamedTuple):
     """Writes server-sent events. Errors of the chunks become events."""
     field_names: Mapping[str, str] = MappingProxyType({})
     """The names of fields for errors, by those of a chat."""
+    has_running_usage: bool = True
+    """Whether each chunk has the usage so far."""
+    cuts_at_context: bool = False
+    """Whether an answer that needs more than the model's context ends there, instead of being refused."""
 
     def rename_field(self, error: ApiError) -> ApiError:
         """Return an error with the name that its field has in this API."""
@@ -56,4 +60,6 @@ async def _write_openai_events(_: CompletionRequest | ChatRequest, chunks: Chunk
 
 def openai_form(request_type: type[CompletionRequest] | type[ChatRequest]) -> ApiForm:
     """Return the form of OpenAI's completions or chats."""
-    return ApiForm(request_type, lambda request: request, lambda _, body: body, _write_openai_events)
+    return ApiForm(
+        request_type, lambda request: request, lambda _, body: body, _write_openai_events, has_running_usage=False
+    )

@@ -33,13 +33,15 @@ from textmill.server.api_form import ApiForm, openai_form
 from textmill.server.disconnects import CLIENT_CLOSED_REQUEST, EventStream, wait_for_response
 from textmill.server.fields import StrictModel
 from textmill.server.logprobs import TokenNames
+from textmill.server.messages_api import MESSAGES
+from textmill.server.messages_request import CountTokensRequest
 from textmill.server.metrics import CountRequests, ServerMetrics
 from textmill.server.openapi import openapi_document
 from textmill.server.page import page_response
 from textmill.server.requests import ApiError, ChatRequest, CompletionRequest, parse_request
 from textmill.server.responses import GenerationResponse
 from textmill.server.responses_api import RESPONSES
-from textmill.server.structured_output import AnswerPlanner
+from textmill.server.structured_output import AnswerPlan, AnswerPlanner
 from textmill.server.tokens import DetokenizeRequest, TokenizeRequest
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,8 @@ _METHODS = {
     "/v1/completions": "POST",
     "/v1/chat/completions": "POST",
     "/v1/responses": "POST",
+    "/v1/messages": "POST",
+    "/v1/messages/count_tokens": "POST",
     "/tokenize": "POST",
     "/detokenize": "POST",
     "/v1/models": "GET",
@@ -139,6 +143,13 @@ def build_app(
             check_model(requested)
         return request
 
+    async def encode(request: CompletionRequest | ChatRequest) -> tuple[list[list[int]], AnswerPlan]:
+        plan = await planner.plan(request)
+        prompts = await asyncio.to_thread(request.encode_prompts, chat_format)
+        if isinstance(request, ChatRequest) and plan.has_form:
+            prompts = [chat_format.end_reasoning(prompt) for prompt in prompts]
+        return prompts, plan
+
     async def generate(http_request: Request, form: ApiForm) -> Response:
         try:
             return await generate_in_form(http_request, form)
@@ -152,13 +163,10 @@ def build_app(
         count = request.count_prompts() * request.completions_per_prompt
         if not 0 < count <= scheduler.capacity:
             raise ApiError(400, f"{count} completions are requested; 1 to {scheduler.capacity} are possible.", "n")
-        plan = await planner.plan(request)
-        prompts = await asyncio.to_thread(request.encode_prompts, chat_format)
-        if isinstance(request, ChatRequest) and plan.has_form:
-            prompts = [chat_format.end_reasoning(prompt) for prompt in prompts]
+        prompts, plan = await encode(request)
         context_length = model.config.context_length
         response = GenerationResponse(
-            request, prompts, chat_format, token_names, context_length, speculative_tokens, plan
+            request, prompts, chat_format, token_names, context_length, speculative_tokens, plan, form.cuts_at_context
         )
         choices = {choice.generation: choice for choice in response.choices}
         if response.has_logprobs and (num_scores := sum(map(_count_scores, choices))) > _MAX_SCORES:
@@ -178,7 +186,9 @@ def build_app(
         except UserError as error:
             raise ApiError(400, str(error), "prompt") from None
         if request.stream:
-            return EventStream(form.write_events(outer_request, response.chunks()), response, scheduler)
+            return EventStream(
+                form.write_events(outer_request, response.chunks(form.has_running_usage)), response, scheduler
+            )
         body = await wait_for_response(http_request, response, scheduler)
         if body is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -195,6 +205,18 @@ def build_app(
     @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
         return await generate(request, RESPONSES)
+
+    @app.post("/v1/messages")
+    async def messages(request: Request) -> Response:
+        return await generate(request, MESSAGES)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> dict[str, int]:
+        try:
+            [prompt], _ = await encode((await read_request(request, CountTokensRequest)).to_chat())
+        except ApiError as error:
+            raise MESSAGES.rename_field(error) from None
+        return {"input_tokens": len(prompt)}
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
@@ -259,7 +281,7 @@ async def _error_response(request: Request, error: Exception) -> Response:
         error.headers = headers
     elif not isinstance(error, ApiError):
         error = ApiError(500, "The server failed; see its log.")
-    return error.response()
+    return error.response(request.url.path)
 
 
 def _routing_error(request: Request, error: HTTPException) -> ApiError:

@@ -61,6 +61,7 @@ class Choice:
         self._chat: ChatAnswer | None = None
         if isinstance(request, ChatRequest):
             self._chat = ChatAnswer(plan, chat_format, prompt, request.parallel_tool_calls is not False)
+        self._stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
         constraint = plan.constraint and plan.constraint.copy()
         sampling = request.sample_config(max_tokens, *(chat_format.stop if self._chat and not plan.has_form else []))
         sampling = replace(sampling, speculative_tokens=settings.speculative_tokens)
@@ -124,4 +125,6 @@ class Choice:
             scores = logprobs if number == 0 else empty
             reason = finish_reason if number == len(contents) - 1 else None
             results.append({"index": self.index, **content, "logprobs": scores, "finish_reason": reason})
+        if finish_reason and self._text.stop_text in self._stops:  # vLLM's field
+            results[-1]["stop_reason"] = self._text.stop_text
         return results

@@ -30,6 +30,14 @@ _Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 _MAX_COUNT = 1 << 31  # numbers of thousands of digits cannot be written into a message
 _MAX_ALTERNATIVES = 20
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class ApiError(Exception):
@@ -48,10 +56,18 @@ class ApiError(Exception):
         self.status = status
         self.body = {"error": {"message": message, "type": error_type, "param": param, "code": code, **fields}}
 
-    def response(self) -> Response:
-        """Return the HTTP response."""
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """The JSON body in Anthropic's format."""
+        default = "api_error" if self.status >= 500 else "invalid_request_error"
+        error = {"type": _ANTHROPIC_TYPES.get(self.status, default), "message": self.body["error"]["message"]}
+        return {"type": "error", "error": error}
+
+    def response(self, path: str) -> Response:
+        """Return the HTTP response to a request for ``path``, in the format of its API."""
         headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
-        return JSONResponse(self.body, self.status, self.headers or headers.get(self.status))
+        body = self.anthropic_body if path.startswith("/v1/messages") else self.body
+        return JSONResponse(body, self.status, self.headers or headers.get(self.status))
 
 
 class _StreamOptions(StrictModel):

@@ -31,6 +31,7 @@ class GenerationResponse:
         context_length: int,
         speculative_tokens: int,
         plan: AnswerPlan,
+        cuts_at_context: bool = False,
     ) -> None:
         self.request = request
         self._count, self._generated_count = request.n or 1, request.completions_per_prompt  # for each prompt
@@ -55,7 +56,7 @@ class GenerationResponse:
                 self._settings,
                 index,
                 prompt,
-                _max_tokens(request, len(prompt), context_length),
+                _max_tokens(request, len(prompt), context_length, cuts_at_context),
                 (seed + index) % (1 << 63),
             )
             for index, prompt in enumerate(repeated_prompts)
@@ -129,26 +130,39 @@ class GenerationResponse:
             choice.index = index
         return best
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield the JSON bodies of a stream. Raise ApiError if the model fails."""
-        has_usage = self.request.stream_options is not None and bool(self.request.stream_options.include_usage)
+    async def chunks(self, has_running_usage: bool = False) -> AsyncIterator[dict[str, Any]]:
+        """Yield the JSON bodies of a stream, with the usage so far if it ``has_running_usage``. Raise ApiError if the
+        model fails."""
+        has_usage = (
+            not has_running_usage
+            and self.request.stream_options is not None
+            and bool(self.request.stream_options.include_usage)
+        )
         async for update in self._iterate_updates():
             if self.has_logprobs:
                 choices = await asyncio.to_thread(update.choice.to_json, update)  # a prompt's take long
             else:
                 choices = update.choice.to_json(update)
+            usage: dict[str, Any] = {"usage": None} if has_usage else {}
+            if has_running_usage:
+                usage = {"usage": self._usage()}
             for choice in choices:
-                yield {**self._header, "choices": [choice], **({"usage": None} if has_usage else {})}
+                yield {**self._header, "choices": [choice], **usage}
         if has_usage:
             yield {**self._header, "choices": [], "usage": self._usage()}
 
 
-def _max_tokens(request: CompletionRequest | ChatRequest, prompt_tokens: int, context_length: int) -> int:
-    """Return the maximum number of tokens to generate. Raise ApiError if they do not fit into the context."""
+def _max_tokens(
+    request: CompletionRequest | ChatRequest, prompt_tokens: int, context_length: int, cuts_at_context: bool
+) -> int:
+    """Return the maximum number of tokens to generate. Raise ApiError if they do not fit into the context; if it
+    ``cuts_at_context``, if none fits."""
     is_chat, max_tokens = isinstance(request, ChatRequest), request.max_tokens
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         max_tokens = request.max_completion_tokens
     free_tokens = context_length - prompt_tokens
+    if cuts_at_context and max_tokens is not None:
+        max_tokens = max(1, min(max_tokens, free_tokens))
     if free_tokens < (1 if max_tokens is None else max_tokens):
         requested = f" and {max_tokens} more are requested" if max_tokens else ""
         message = f"The prompt has {prompt_tokens} tokens{requested}; the model's context has {context_length}."

@@ -148,7 +148,6 @@ def _translate(request: ResponsesRequest) -> ChatRequest:
             "temperature": request.temperature,
             "top_p": request.top_p,
             "stream": request.stream,
-            "stream_options": {"include_usage": True},
         }
     )
 
