@@ -61,6 +61,8 @@ class ChatFormat:
 
         Raises UserError if the template refuses the dialog, or if there is none for ``variables``.
         """
+        if self._template and variables and self._template.is_own:
+            raise UserError(f"textmill's own chat template cannot use {', '.join(variables)}.")
         if self._template:
             dialog = [self._adapt_calls(message) if message.get("tool_calls") else message for message in messages]
             return encode_chat_prompt(cast(Tokenizer, self.tokenizer), dialog, continues=continues, **variables)

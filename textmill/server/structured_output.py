@@ -62,16 +62,25 @@ class AnswerPlanner:
         name, make_grammar = fields[-1]
         if len(fields) > 1:
             raise ApiError(400, f"{name}: The answer has one constraint already: {fields[0][0]}. Leave one out.", name)
+        loop = asyncio.get_running_loop()
         try:
-            loop = asyncio.get_running_loop()
             constraint = await loop.run_in_executor(self._thread, lambda: self._compiler.compile(make_grammar()))
         except UserError as error:
+            await loop.run_in_executor(self._thread, self._check_tools, request)
             raise ApiError(400, f"{name}: {error}", name) from None
         if name == "tools":
             return AnswerPlan(constraint, False, marks, has_certain_calls=True)
         # An answer of another form has no calls, whatever it looks like.
         marks = replace(marks, has_reasoning=False) if name in ("tool_choice", "response_format") else AnswerMarks()
         return AnswerPlan(constraint, True, marks, has_certain_calls=name == "tool_choice")
+
+    def _check_tools(self, request: GenerationRequest) -> None:
+        """Raise ApiError if the parameters of a tool are the reason why a grammar of calls cannot be compiled."""
+        for name, schema in request.schemas().items() if isinstance(request, ChatRequest) else ():
+            try:
+                self._compiler.compile(Grammar.from_json_schema(schema or _ANY_OBJECT))
+            except UserError as error:
+                raise ApiError(400, f"tools: The parameters of {name[:80]!r}: {error}", "tools") from None
 
     def _find_grammars(self, request: GenerationRequest) -> Iterator[tuple[str, Callable[[], Grammar]]]:
         """Yield the name of each field that constrains the answer, and the function that makes its grammar."""

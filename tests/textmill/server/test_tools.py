@@ -232,6 +232,14 @@ def test_calls_and_answers_of_tools_go_into_the_prompt() -> None:
             "tool_choice: There is no tool with the name 'f'.",
         ),
         (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
+                "tool_choice": "required",
+            },
+            "tool_choice",
+            "tool_choice: The parameters of f must be a JSON schema of an object.",
+        ),
+        (
             {"tool_choice": "required", "response_format": {"type": "json_object"}},
             "response_format",
             "response_format: The answer has one constraint already: tool_choice.",
@@ -241,8 +249,8 @@ def test_calls_and_answers_of_tools_go_into_the_prompt() -> None:
                 "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
                 "tool_choice": "required",
             },
-            "tool_choice",
-            "tool_choice: The JSON schema of a tool is invalid or not supported",
+            "tools",
+            "tools: The parameters of 'f': The JSON schema is invalid or not supported",
         ),
     ],
     ids=lambda value: None if isinstance(value, dict) else str(value)[:40],
