@@ -12,14 +12,19 @@ special tokens, so a user who types ``Assistant:`` on a new line can imitate the
 The model's answer ends before the next ``User:`` line.
 """
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 from lm.common.errors import UserError
 from lm.data.chat_template import encode_chat_prompt, find_template
 from lm.data.dialogs import Message
+from lm.data.jinja_template import ChatTemplate
 from lm.hardware.device import explain_out_of_memory
+from lm.inference.answer_parser import REASONING_BEGIN, REASONING_END, AnswerMarks
+from lm.inference.call_form import NO_TOOLS, CallForm, find_call_form, has_reasoning
 from lm.inference.completion import OUT_OF_MEMORY, TextGeneration, check_vocabulary, encode_prompt
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Generation, generate_each
@@ -33,6 +38,7 @@ PLAIN_NOTICE = (
     "it to chat."
 )
 _MAX_BATCH_SIZE = 32
+_TAIL_LENGTH = 16  # tokens of a prompt in which its last mark is
 
 
 class ChatFormat:
@@ -44,8 +50,8 @@ class ChatFormat:
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer
-        self._chat_tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) and find_template(tokenizer) else None
-        self.has_template = self._chat_tokenizer is not None
+        self._template: ChatTemplate | None = find_template(tokenizer) if isinstance(tokenizer, Tokenizer) else None
+        self.has_template = self._template is not None
         self.stop = [] if self.has_template else [PLAIN_STOP]
         """Texts that end an answer. In a template, a token ends it."""
 
@@ -55,12 +61,74 @@ class ChatFormat:
 
         Raises UserError if the template refuses the dialog, or if there is none for ``variables``.
         """
-        if self._chat_tokenizer:
-            return encode_chat_prompt(self._chat_tokenizer, messages, continues=continues, **variables)
+        if self._template and variables and self._template.is_own:
+            raise UserError(f"textmill's own chat template cannot use {', '.join(variables)}.")
+        if self._template:
+            dialog = [self._adapt_calls(message) if message.get("tool_calls") else message for message in messages]
+            return encode_chat_prompt(cast(Tokenizer, self.tokenizer), dialog, continues=continues, **variables)
         if variables:
             raise UserError(f"The model has no chat template, so it cannot use {', '.join(variables)}.")
+        if any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
+            raise UserError("The model has no chat template, so a dialog cannot have calls of tools.")
         text = render_plain(messages[:-1]) + f" {messages[-1]['content']}" if continues else render_plain(messages)
         return encode_prompt(self.tokenizer, text)
+
+    @cached_property
+    def _call_form(self) -> CallForm | UserError:
+        try:
+            form = find_call_form(self._template) if self._template else None
+        except UserError as error:
+            return error
+        if form is None:
+            return UserError(NO_TOOLS)
+        specials = self.tokenizer.special_ids
+        return replace(form, other_marks=tuple(mark for mark in form.other_marks if mark in specials))
+
+    def require_call_form(self) -> CallForm:
+        """Return the form of calls of tools. Raises UserError if the model's template has none that can be read."""
+        if isinstance(self._call_form, UserError):
+            raise self._call_form
+        return self._call_form
+
+    def find_marks(self, tools: Iterable[str] = ()) -> AnswerMarks:
+        """Return what an answer can hold besides content; with ``tools``, calls of them.
+
+        Raises UserError as :meth:`require_call_form` does.
+        """
+        reasons = self._template is not None and has_reasoning(self._template)
+        names = [*tools]
+        return self.require_call_form().marks(reasons, names) if names else AnswerMarks(reasons)
+
+    def find_shown_ids(self, marks: AnswerMarks) -> frozenset[int]:
+        """Return the ids of special tokens that are a part of the text of an answer, because they are marks."""
+        texts = [*marks.call_begins, marks.call_end]
+        texts += [REASONING_BEGIN, REASONING_END] if marks.has_reasoning else []
+        return frozenset(self.tokenizer.special_ids[text] for text in texts if text in self.tokenizer.special_ids)
+
+    def is_in_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Return whether the template has begun the reasoning of the answer to ``prompt``."""
+        return self.has_template and self.tokenizer.decode(prompt[-_TAIL_LENGTH:]).rstrip().endswith(REASONING_BEGIN)
+
+    def end_reasoning(self, prompt: Sequence[int]) -> list[int]:
+        """Return the ids of a prompt; if its template has begun the reasoning, it ends without a word."""
+        if not (self.is_in_reasoning(prompt) and isinstance(self.tokenizer, Tokenizer)):
+            return [*prompt]
+        return [*prompt, *self.tokenizer.encode(f"\n{REASONING_END}\n\n")]
+
+    def _adapt_calls(self, message: Message) -> Message:
+        """Return a message with its calls as the template takes them."""
+        if isinstance(form := self._call_form, UserError):
+            return message  # the template may render it though
+        calls = [call["function"] for call in message["tool_calls"]]
+        if not form.writes_calls:
+            content = "\n".join(filter(None, (message["content"], form.write(calls))))
+            return cast(Message, {**message, "content": content, "tool_calls": []})
+        if not form.has_text_arguments:
+            return message
+        texts = [json.dumps(call["arguments"], ensure_ascii=False) for call in calls]
+        functions = [{**call, "arguments": text} for call, text in zip(calls, texts, strict=True)]
+        pairs = zip(message["tool_calls"], functions, strict=True)
+        return cast(Message, {**message, "tool_calls": [{**call, "function": function} for call, function in pairs]})
 
 
 class Answer:

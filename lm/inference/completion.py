@@ -32,7 +32,13 @@ class TextStream:
         self._max_stop_length = max(map(len, self._stops), default=0)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held_back = ""
-        self.is_stopped = False
+        self.stop_text: str | None = None
+        """The first of ``stops`` in the text, once it is there."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the text has ended."""
+        return self.stop_text is not None
 
     def add(self, token_id: int) -> str:
         """Return the text that is final now. An id without bytes, such as a special one or one that the vocabulary
@@ -53,9 +59,10 @@ class TextStream:
         text, num_held_back = self._held_back + new_text, len(self._held_back)
         if self._num_missing <= 0:
             finds = [(text.find(stop, max(0, num_held_back + 1 - len(stop))), stop) for stop in self._stops]
-            if matches := [(start + len(stop), start) for start, stop in finds if start >= 0]:
-                self.is_stopped, self._held_back = True, ""
-                return text[: min(matches)[1]]
+            if matches := [(start + len(stop), start, stop) for start, stop in finds if start >= 0]:
+                _, start, self.stop_text = min(matches)
+                self._held_back = ""
+                return text[:start]
         starts = range(max(0, len(text) - self._max_stop_length + 1), len(text))
         end = next((i for i in starts if any(stop.startswith(text[i:]) for stop in self._stops)), len(text))
         self._held_back = text[end:]
@@ -101,7 +108,8 @@ class TextGeneration:
     """A generation, to be submitted to an engine, that calls ``on_text`` with each new piece of text, or collects them.
 
     Text that may be a part of a character or of a stop text is held back until the next tokens decide. The generation
-    ends at one of the tokenizer's ``stop_ids`` or at a text in ``config.stop``.
+    ends at one of the tokenizer's ``stop_ids`` or at a text in ``config.stop``. ``shown_ids`` are special tokens that
+    are text and end nothing.
     """
 
     def __init__(
@@ -113,18 +121,24 @@ class TextGeneration:
         on_text: Callable[[str], None] | None = None,
         edits: LogitEdits | None = None,
         constraint: Constraint | None = None,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.pieces: list[str] = []
         self._on_text = on_text or self.pieces.append
-        edits, limit, stop_ids = edits or LogitEdits(), config.max_new_tokens, tokenizer.stop_ids
+        edits, limit, stop_ids = edits or LogitEdits(), config.max_new_tokens, tokenizer.stop_ids - shown_ids
         self._stream = TextStream(tokenizer.vocab, config.stop, edits.min_tokens)
-        self._hidden_ids = frozenset(tokenizer.special_ids.values())
+        self._hidden_ids = frozenset(tokenizer.special_ids.values()) - shown_ids
         self.generation = Generation(prompt, limit, config, stop_ids, seed, edits, constraint, on_token=self._on_token)
 
     def _on_token(self, token_id: int) -> bool:
         is_hidden = token_id in self._hidden_ids  # a special token that ends nothing is no text
         self._on_text(self._stream.add(-1 if is_hidden else token_id))
         return self._stream.is_stopped
+
+    @property
+    def stop_text(self) -> str | None:
+        """The text of ``config.stop`` that ended the generation, if one did."""
+        return self._stream.stop_text
 
     def finish(self) -> str:
         """Return the collected pieces and the text that is held back at the end."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from lm.common.errors import UserError
 from lm.inference.grammar_check import GrammarCheck
-from lm.inference.grammars import END, SPECIAL_MARK, Grammar, require_llguidance
+from lm.inference.grammars import END, SPECIAL_MARK, Grammar, name_special, require_llguidance
 from lm.tokenizer.text_tokenizer import TextTokenizer
 
 _MAX_MASK_SECONDS = 1.0  # of the CPU; the whole batch waits meanwhile
@@ -39,7 +39,7 @@ class _Vocabulary:
     bos_token_id, is_tokenizer_wrapper = None, True
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
-        specials = {token_id: name.encode() for name, token_id in tokenizer.special_ids.items()}
+        specials = {token_id: name_special(name).encode() for name, token_id in tokenizer.special_ids.items()}
         specials[tokenizer.size] = END.encode()
         vocab = tokenizer.vocab
         self.tokens = [

@@ -18,7 +18,7 @@ from typing import Any
 
 from lm.common.errors import UserError
 from lm.common.processes import ChildEnded, ChildProcess, serve_parent
-from lm.inference.grammars import END, SPECIAL_MARK, Grammar, require_llguidance
+from lm.inference.grammars import END, SPECIAL_MARK, Grammar, name_special, require_llguidance
 
 _MAX_MEMORY_BYTES = 2 << 30  # of the process's address space
 _NUM_STEPS = 64
@@ -55,7 +55,8 @@ class _Bytes:
     bos_token_id, is_tokenizer_wrapper = None, True
 
     def __init__(self, special_tokens: Sequence[str]) -> None:
-        specials = [SPECIAL_MARK + name.encode() for name in (END, *special_tokens)]
+        names = [END, *map(name_special, special_tokens)]
+        specials = [SPECIAL_MARK + name.encode() for name in names]
         self.tokens = [*(bytes([byte]) for byte in range(256)), *specials]
         self.eos_token_id, self.special_token_ids = 256, list(range(256, len(self.tokens)))
 

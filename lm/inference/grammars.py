@@ -44,19 +44,13 @@ class Grammar:
 
         The properties come in the order of the schema. Raises UserError for text that is no JSON object.
         """
-        subject = "JSON schema"
-        try:
-            parsed = json.loads(schema) if isinstance(schema, str) else schema
-            if not isinstance(parsed, Mapping):
-                raise UserError("The JSON schema is not an object.")
-            source = json.dumps({**parsed, "x-guidance": _JSON_OPTIONS}, allow_nan=False)
-        except UserError:
-            raise
-        except RecursionError:
-            raise UserError("The JSON schema is nested too deeply.") from None
-        except ValueError as error:  # no JSON, a number that is not finite, or one of thousands of digits
-            raise UserError(f"The JSON schema is not JSON: {_shorten(str(error))}.") from None
-        return cls(f"start: %json {source}{_NO_FORCING}", subject)
+        return cls.from_rules(f"start: {write_json_rule(schema)}", "JSON schema")
+
+    @classmethod
+    def from_rules(cls, rules: str, subject: str) -> "Grammar":
+        """Return the grammar of rules in llguidance's dialect; they may have parts of :func:`write_json_rule` and
+        :func:`write_literal`. ``subject`` is what the user wrote."""
+        return cls(f"{rules}{_NO_FORCING}", subject)
 
     @classmethod
     def from_regex(cls, pattern: str) -> "Grammar":
@@ -70,8 +64,7 @@ class Grammar:
         """Return the grammar of several texts. Raises UserError if there are none."""
         if not choices:
             raise UserError("The list of choices is empty.")
-        literals = [json.dumps(_require_unicode(choice)).replace("\x7f", "\\u007f") for choice in choices]
-        return cls(f"start: {' | '.join(literals)}{_NO_FORCING}", "list of choices")
+        return cls.from_rules(f"start: {' | '.join(map(write_literal, choices))}", "list of choices")
 
     @classmethod
     def from_grammar(cls, text: str) -> "Grammar":
@@ -112,6 +105,34 @@ class Grammar:
         if matcher.is_error():
             raise self.explain(matcher.get_error())
         return matcher
+
+
+def write_json_rule(schema: Mapping[str, Any] | str) -> str:
+    """Return the part of a rule for the JSON texts that a schema, an object or its JSON text, allows.
+
+    Raises UserError for text that is no JSON object.
+    """
+    try:
+        parsed = json.loads(schema) if isinstance(schema, str) else schema
+        if not isinstance(parsed, Mapping):
+            raise UserError("The JSON schema is not an object.")
+        return f"%json {json.dumps({**parsed, 'x-guidance': _JSON_OPTIONS}, allow_nan=False)}"
+    except UserError:
+        raise
+    except RecursionError:
+        raise UserError("The JSON schema is nested too deeply.") from None
+    except ValueError as error:  # no JSON, a number that is not finite, or one of thousands of digits
+        raise UserError(f"The JSON schema is not JSON: {_shorten(str(error))}.") from None
+
+
+def write_literal(text: str) -> str:
+    """Return the part of a rule for a text. Raises UserError for a lone surrogate."""
+    return json.dumps(_require_unicode(text)).replace("\x7f", "\\u007f")
+
+
+def name_special(token: str) -> str:
+    """Return the name of a special token in rules: itself if it is of the form ``<name>``, else one of its bytes."""
+    return token if re.fullmatch(r"<[^<>\[\]\s]+>", token) else f"<|bytes:{token.encode().hex()}|>"
 
 
 def require_llguidance() -> Any:

@@ -26,6 +26,7 @@ PARSERS = {
     "texts": ("tokenizer", "tokenizer_json", "tiktoken", "sentencepiece", "sources", "web", "counts", "shards"),
     "weights": ("checkpoint", "checkpoint_file", "meta", "hugging_face", "odd_tensors", "job"),
     "interfaces": ("manifest", "config", "preset", "request", "embeddings", "structured_output", "authorization"),
+    "tool_requests": ("tool_request",),
 }
 KERNELS = ("pretoken_starts", "encoding", "invalid_utf8", "counting", "training", "random_merges", "decode_step")
 TARGETS = [name for names in PARSERS.values() for name in names] + [f"kernels-{name}" for name in KERNELS]

@@ -202,6 +202,11 @@ async def _send_request(
     return response[0]["status"], b"".join(message.get("body", b"") for message in response)
 
 
+def send(app: Any, path: str, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> tuple[int, bytes]:
+    """Send a request, and return the status and the body of its response."""
+    return _loop().run_until_complete(_send_request(app, path, body, headers))
+
+
 def request(choices: Choices, folder: Path) -> None:
     """Send a request body. The response must be a result or an error message."""
     path, valid_body = choices.pick([("completions", COMPLETION), ("chat/completions", CHAT)])
@@ -211,14 +216,14 @@ def request(choices: Choices, folder: Path) -> None:
         valid_body = {**valid_body, "prompt": choices.pick([[1, 2], [[1], [2]], ["a", "b"], [256], "é" * 20, ""])}
     body = json_bytes(mutate(valid_body, choices), choices)
     app = _app(has_chat_template=choices.below(2) == 1)
-    status, response = _loop().run_until_complete(_send_request(app, f"/v1/{path}", body))
+    status, response = send(app, f"/v1/{path}", body)
     assert status in (200, 400, 404, 413, 429), (status, response)
     if response.startswith(b"data: "):
         assert response.endswith(b"data: [DONE]\n\n") and b"server_error" not in response, response
         for event in response.split(b"\n\n")[:-2]:
-            json.loads(event.removeprefix(b"data: "), parse_constant=_refuse_constant)
+            json.loads(event.removeprefix(b"data: "), parse_constant=refuse_constant)
     else:
-        assert ("error" in json.loads(response, parse_constant=_refuse_constant)) == (status != 200)
+        assert ("error" in json.loads(response, parse_constant=refuse_constant)) == (status != 200)
 
 
 EMBEDDINGS: dict[str, Any] = {"model": "tiny", "input": ["a", "é<|endoftext|>"], "encoding_format": "base64"}
@@ -232,7 +237,7 @@ def embeddings(choices: Choices, folder: Path) -> None:
     body = json_bytes(mutate({**EMBEDDINGS, "input": given, "encoding_format": encoding_format}, choices), choices)
     status, response = _loop().run_until_complete(_send_request(_app(False), "/v1/embeddings", body))
     assert status in (200, 400, 404, 413, 429), (status, response)
-    content = json.loads(response, parse_constant=_refuse_constant)
+    content = json.loads(response, parse_constant=refuse_constant)
     assert ("error" in content) == (status != 200), response
     assert status != 200 or [row["index"] for row in content["data"]] == [*range(len(content["data"]))], response
 
@@ -260,7 +265,7 @@ def structured_output(choices: Choices, folder: Path) -> None:
     request = {"prompt": "a", "max_tokens": 12, "temperature": 1, "seed": 1, **choices.pick(_CONSTRAINTS)}
     request = mutate(request, choices, 1 + choices.below(3))
     body = json_bytes(request, choices)
-    status, response = _loop().run_until_complete(_send_request(_app(False), "/v1/completions", body))
+    status, response = send(_app(False), "/v1/completions", body)
     assert status in (200, 400, 404, 413, 429), (status, response)
     if response.startswith(b"data: "):
         return
@@ -279,7 +284,8 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _refuse_constant(name: str) -> None:
+def refuse_constant(name: str) -> None:
+    """Raise AssertionError for NaN and the like in JSON."""
     raise AssertionError(f"{name} is not JSON")
 
 
@@ -290,7 +296,7 @@ def authorization(choices: Choices, folder: Path) -> None:
     name = choices.pick([b"authorization", b"authorization", b"x-authorization", b""])
     headers = [(name, value) for value in mutated]
     body = json.dumps({"prompt": "a", "max_tokens": 0}).encode()
-    status, response = _loop().run_until_complete(_send_request(_app_with_key(), "/v1/completions", body, headers))
+    status, response = send(_app_with_key(), "/v1/completions", body, headers)
     scheme, _, key = mutated[0].partition(b" ")
     is_open = name == b"authorization" and len(mutated) == 1 and scheme.lower() == b"bearer" and key.strip() == KEY
     assert status == (200 if is_open else 401), (status, headers)

@@ -23,6 +23,7 @@ SLOW_TARGETS = {
     "request",
     "embeddings",
     "structured_output",
+    "tool_request",
     "checkpoint",
     "checkpoint_file",
     "meta",
@@ -34,7 +35,7 @@ SLOW_TARGETS = {
 def run_once(name: str, data: bytes, folder: Path) -> None:
     if name == "sentencepiece":
         pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
-    if name == "structured_output":
+    if name in ("structured_output", "tool_request"):
         pytest.importorskip("llguidance", reason="llguidance is not installed")
     if name == "web":
         pytest.importorskip("resiliparse", reason="resiliparse is not installed")

@@ -1,6 +1,7 @@
 """Grammars, schemas and texts for tests of structured output."""
 
 import json
+import random
 from functools import cache
 from typing import Any
 
@@ -82,3 +83,31 @@ def is_valid_json(text: str, schema: dict[str, Any]) -> bool:
     except (ValueError, jsonschema.ValidationError):
         return False
     return True
+
+
+def random_schema(source: random.Random, depth: int = 0) -> dict[str, Any]:
+    """Return a JSON schema of an object with bounded strings, arrays and numbers."""
+
+    def leaf() -> dict[str, Any]:
+        low = source.randint(-99, 99)
+        return source.choice(
+            [
+                {"type": "string", "minLength": source.randint(0, 2), "maxLength": source.randint(2, 8)},
+                _range("integer", low, source.randint(0, 999)),
+                _range("number", low, source.choice([0.5, 1, 9, 77])),
+                {"enum": source.sample(["a", "é", 'q"', 1, None, True], 3)},
+                {"type": "boolean"},
+            ]
+        )
+
+    def value() -> dict[str, Any]:
+        match source.randrange(6):
+            case 0:
+                return {"type": "array", "items": leaf(), "minItems": 1, "maxItems": source.randint(1, 3)}
+            case 1 if depth < 2:
+                return random_schema(source, depth + 1)
+        return leaf()
+
+    properties = {name: value() for name in source.sample(["a", "b c", "größe", "d", "e"], source.randint(1, 3))}
+    required = [name for name in properties if source.random() < 0.7]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}

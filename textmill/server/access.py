@@ -48,8 +48,9 @@ def parse_origin(text: str) -> str:
 class AccessControl:
     """ASGI middleware that answers 401 without the key, and 429 beyond ``max_requests_per_client``.
 
-    The key is sent as ``Authorization: Bearer KEY``. A client is an IP address: that of the connection, or behind a
-    proxy on this machine that of its ``X-Forwarded-For``. Without a key, and with 0 as the limit, all may send.
+    The key is sent as ``Authorization: Bearer KEY``, or as ``X-Api-Key: KEY``. A client is an IP address: that of the
+    connection, or behind a proxy on this machine that of its ``X-Forwarded-For``. Without a key, and with 0 as the
+    limit, all may send.
 
     With ``is_private``, the answer is 421 to a ``Host`` that does not name this machine: a web page that points its own
     name at this machine ("DNS rebinding") could use the server through the browser of someone here. It is 403 to an
@@ -78,7 +79,7 @@ class AccessControl:
             return
         client = scope["client"][0] if scope.get("client") else ""
         if error := self._find_error(scope, client):
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         is_limited = scope["path"] not in _OPEN_PATHS
         self._requests_of[client] += is_limited
@@ -122,8 +123,11 @@ class AccessControl:
             return True
         values = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = (values[0] if len(values) == 1 else b"").partition(b" ")
+        plain_keys = [value for name, value in scope["headers"] if name == b"x-api-key"]
+        candidates = ([key] if scheme.lower() == b"bearer" else []) + (plain_keys if len(plain_keys) == 1 else [])
         # Digests have one length, so that the time of the comparison says nothing about the key.
-        return hmac.compare_digest(_digest(key.strip()), self._key_digest) and scheme.lower() == b"bearer"
+        matches = [hmac.compare_digest(_digest(candidate.strip()), self._key_digest) for candidate in candidates]
+        return any(matches)
 
 
 def _digest(key: bytes) -> bytes:

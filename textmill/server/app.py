@@ -6,17 +6,16 @@ import ipaddress
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
 from lm.common.errors import UserError
 from lm.hardware.device import explain_out_of_memory
@@ -30,15 +29,21 @@ from lm.model.transformer import TransformerLM
 from lm.tokenizer.text_tokenizer import TextTokenizer
 from tasks.runs.models import ResolvedModel
 from textmill.server.access import AccessControl, RequestTimeout, parse_origin
+from textmill.server.api_form import ApiForm, openai_form
+from textmill.server.disconnects import CLIENT_CLOSED_REQUEST, EventStream, cancel, until_disconnect
 from textmill.server.embeddings import Embedder, EmbeddingRequest
+from textmill.server.fields import StrictModel
 from textmill.server.logprobs import TokenNames
+from textmill.server.messages_api import MESSAGES
+from textmill.server.messages_request import CountTokensRequest
 from textmill.server.metrics import CountRequests, ServerMetrics
 from textmill.server.openapi import openapi_document
 from textmill.server.page import page_response
 from textmill.server.requests import ApiError, ChatRequest, CompletionRequest, parse_request
 from textmill.server.responses import GenerationResponse
+from textmill.server.responses_api import RESPONSES
 from textmill.server.special_texts import SpecialTextNotice
-from textmill.server.structured_output import ConstraintFactory
+from textmill.server.structured_output import AnswerPlan, AnswerPlanner
 from textmill.server.tokens import DetokenizeRequest, TokenizeRequest
 
 log = logging.getLogger(__name__)
@@ -46,12 +51,14 @@ log = logging.getLogger(__name__)
 _MAX_BODY_BYTES = 1 << 20
 _MAX_SCORES = 1 << 18  # log-probabilities of a response: about 10 MB; json keeps the other threads waiting meanwhile
 _SHUTDOWN_SECONDS = 5  # time for open responses when the server stops
-_CLIENT_CLOSED_REQUEST = 499  # nginx's status code; nobody receives it
 _ALIAS = "textmill"  # a name that every served model answers to
-R = TypeVar("R", bound=CompletionRequest | ChatRequest | EmbeddingRequest | TokenizeRequest | DetokenizeRequest)
+R = TypeVar("R", bound=StrictModel)
 _METHODS = {
     "/v1/completions": "POST",
     "/v1/chat/completions": "POST",
+    "/v1/responses": "POST",
+    "/v1/messages": "POST",
+    "/v1/messages/count_tokens": "POST",
     "/v1/embeddings": "POST",
     "/tokenize": "POST",
     "/detokenize": "POST",
@@ -93,7 +100,7 @@ def build_app(
     chat_format = ChatFormat(tokenizer)
     if not chat_format.has_template:
         log.warning(PLAIN_NOTICE)
-    token_names, constraints, notice = TokenNames(tokenizer), ConstraintFactory(tokenizer), SpecialTextNotice(tokenizer)
+    token_names, planner, notice = TokenNames(tokenizer), AnswerPlanner(chat_format), SpecialTextNotice(tokenizer)
     scheduler = Scheduler(model, max_batch_size, max_waiting, prefix_cache_bytes)
     metrics = ServerMetrics(scheduler)
 
@@ -137,22 +144,35 @@ def build_app(
             if len(body) > _MAX_BODY_BYTES:
                 raise ApiError(413, f"The body is longer than {_MAX_BODY_BYTES:,} bytes.")
         request = parse_request(request_type, bytes(body))
-        if request.model is not None:
-            check_model(request.model)
+        if (requested := getattr(request, "model", None)) is not None:
+            check_model(requested)
         return request
 
-    async def generate(http_request: Request, request_type: type[CompletionRequest] | type[ChatRequest]) -> Response:
-        request = await read_request(http_request, request_type)
+    async def encode(request: CompletionRequest | ChatRequest) -> tuple[list[list[int]], AnswerPlan]:
+        plan = await planner.plan(request)
+        prompts = await asyncio.to_thread(request.encode_prompts, chat_format)
+        if isinstance(request, ChatRequest) and plan.has_form:
+            prompts = [chat_format.end_reasoning(prompt) for prompt in prompts]
+        return prompts, plan
+
+    async def generate(http_request: Request, form: ApiForm) -> Response:
+        try:
+            return await generate_in_form(http_request, form)
+        except ApiError as error:
+            raise form.rename_field(error) from None
+
+    async def generate_in_form(http_request: Request, form: ApiForm) -> Response:
+        outer_request = await read_request(http_request, form.request_type)
+        request = form.translate(outer_request)
         request.model = name
         count = request.count_prompts() * request.completions_per_prompt
         if not 0 < count <= scheduler.capacity:
             raise ApiError(400, f"{count} completions are requested; 1 to {scheduler.capacity} are possible.", "n")
-        prompts = await asyncio.to_thread(request.encode_prompts, chat_format)
+        prompts, plan = await encode(request)
         await asyncio.to_thread(notice.check, request)
-        constraint = await constraints.make(request)
         context_length = model.config.context_length
         response = GenerationResponse(
-            request, prompts, chat_format, token_names, context_length, speculative_tokens, constraint
+            request, prompts, chat_format, token_names, context_length, speculative_tokens, plan, form.cuts_at_context
         )
         choices = {choice.generation: choice for choice in response.choices}
         if response.has_logprobs and (num_scores := sum(map(_count_scores, choices))) > _MAX_SCORES:
@@ -172,26 +192,46 @@ def build_app(
         except UserError as error:
             raise ApiError(400, str(error), "prompt") from None
         if request.stream:
-            return _EventStream(response, scheduler)
+            events = form.write_events(outer_request, response.chunks(form.has_running_usage))
+            return EventStream(events, response, scheduler)
         try:
-            return await _until_disconnect(http_request, response.whole())
+            body = await until_disconnect(http_request, response.whole())
         finally:
-            _cancel(response, scheduler)
+            cancel(response, scheduler)
+        if body is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return JSONResponse(form.write_whole(outer_request, body))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await generate(request, CompletionRequest)
+        return await generate(request, openai_form(CompletionRequest))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await generate(request, ChatRequest)
+        return await generate(request, openai_form(ChatRequest))
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return await generate(request, RESPONSES)
+
+    @app.post("/v1/messages")
+    async def messages(request: Request) -> Response:
+        return await generate(request, MESSAGES)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> dict[str, int]:
+        try:
+            [prompt], _ = await encode((await read_request(request, CountTokensRequest)).to_chat())
+        except ApiError as error:
+            raise MESSAGES.rename_field(error) from None
+        return {"input_tokens": len(prompt)}
 
     embedder = Embedder(model, tokenizer, name, scheduler, pooling)
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
         body = await read_request(request, EmbeddingRequest)
-        return await _until_disconnect(request, embedder.respond(body))
+        return await until_disconnect(request, embedder.respond(body)) or Response(status_code=CLIENT_CLOSED_REQUEST)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
@@ -250,13 +290,13 @@ def _count_scores(generation: Generation) -> int:
 
 async def _error_response(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     if isinstance(error, HTTPException):
         headers, error = error.headers, _routing_error(request, error)
         error.headers = headers
     elif not isinstance(error, ApiError):
         error = ApiError(500, "The server failed; see its log.")
-    return error.response()
+    return error.response(request.url.path)
 
 
 def _routing_error(request: Request, error: HTTPException) -> ApiError:
@@ -269,41 +309,6 @@ def _routing_error(request: Request, error: HTTPException) -> ApiError:
         allowed = (error.headers or {}).get("Allow", "")
         return ApiError(405, f"{requested} is not possible; the method is {allowed}.", code="method_not_supported")
     return ApiError(error.status_code, error.detail)
-
-
-class _EventStream(StreamingResponse):
-    """Streams events, and cancels the generation if the client disconnects."""
-
-    def __init__(self, response: GenerationResponse, scheduler: Scheduler) -> None:
-        super().__init__(response.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._response, self._scheduler = response, scheduler
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            _cancel(self._response, self._scheduler)
-
-
-async def _until_disconnect(request: Request, response: Coroutine[Any, Any, Response]) -> Response:
-    """Return the response, or cancel the coroutine that makes it if the client disconnects."""
-
-    async def wait_for_disconnect() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    whole, disconnect = asyncio.ensure_future(response), asyncio.ensure_future(wait_for_disconnect())
-    try:
-        await asyncio.wait({whole, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        return whole.result() if whole.done() else Response(status_code=_CLIENT_CLOSED_REQUEST)
-    finally:
-        whole.cancel()
-        disconnect.cancel()
-
-
-def _cancel(response: GenerationResponse, scheduler: Scheduler) -> None:
-    for choice in response.choices:
-        scheduler.cancel(choice.generation)
 
 
 def serve(

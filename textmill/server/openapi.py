@@ -9,13 +9,18 @@ from starlette.routing import BaseRoute
 
 from textmill.server.embeddings import EmbeddingRequest
 from textmill.server.fields import StrictModel
+from textmill.server.messages_request import CountTokensRequest, MessagesRequest
 from textmill.server.requests import ChatRequest, CompletionRequest
+from textmill.server.responses_api import ResponsesRequest
 from textmill.server.tokens import DetokenizeRequest, TokenizeRequest
 
 _BODIES: dict[str, type[StrictModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/v1/embeddings": EmbeddingRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }

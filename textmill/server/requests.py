@@ -4,27 +4,19 @@ Source: https://platform.openai.com/docs/api-reference (completions, chat).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi.responses import JSONResponse, Response
-from pydantic import (
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import Field, ValidationError, field_validator
 
 from lm.common.errors import UserError
-from lm.data.dialogs import Message
 from lm.inference.chat_format import ChatFormat
 from lm.inference.completion import encode_prompt
 from lm.inference.config import SampleConfig
 from lm.inference.infill import encode_infill, find_infill_ends
 from lm.inference.sampler import LogitEdits
 from lm.tokenizer.text_tokenizer import TextTokenizer
+from textmill.server.chat_messages import ChatMessage
 from textmill.server.fields import (
     FailFastList,
     ResponseFormat,
@@ -33,6 +25,7 @@ from textmill.server.fields import (
     Unsupported,
     refuse_unless,
 )
+from textmill.server.tools import ToolFields
 
 Prompts = str | FailFastList[str] | FailFastList[int] | FailFastList[FailFastList[int]]
 """A text, texts, the ids of a text, or those of several."""
@@ -40,6 +33,14 @@ _Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 _MAX_COUNT = 1 << 31  # numbers of thousands of digits cannot be written into a message
 _MAX_ALTERNATIVES = 20
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class ApiError(Exception):
@@ -58,10 +59,18 @@ class ApiError(Exception):
         self.status = status
         self.body = {"error": {"message": message, "type": error_type, "param": param, "code": code, **fields}}
 
-    def response(self) -> Response:
-        """Return the HTTP response."""
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """The JSON body in Anthropic's format."""
+        default = "api_error" if self.status >= 500 else "invalid_request_error"
+        error = {"type": _ANTHROPIC_TYPES.get(self.status, default), "message": self.body["error"]["message"]}
+        return {"type": "error", "error": error}
+
+    def response(self, path: str) -> Response:
+        """Return the HTTP response to a request for ``path``, in the format of its API."""
         headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
-        return JSONResponse(self.body, self.status, self.headers or headers.get(self.status))
+        body = self.anthropic_body if path.startswith("/v1/messages") else self.body
+        return JSONResponse(body, self.status, self.headers or headers.get(self.status))
 
 
 class _StreamOptions(StrictModel):
@@ -217,53 +226,14 @@ class CompletionRequest(GenerationRequest):
             raise ApiError(400, f"{name}: {error}", name) from None
 
 
-class _Part(StrictModel):
-    type: str
-    text: str | None = None
-
-    @model_validator(mode="after")
-    def _check_type(self) -> Self:
-        if self.type != "text":
-            raise PydanticCustomError(
-                "unsupported", "A part of type {type} is not supported; send text", {"type": repr(self.type[:40])}
-            )
-        if self.text is None:
-            raise PydanticCustomError("missing", "The part has no text")
-        return self
-
-
-_Content = Annotated[
-    Annotated[str, Tag("str")] | Annotated[FailFastList[_Part], Tag("list[part]")],
-    Discriminator(lambda value: "list[part]" if isinstance(value, list) else "str"),  # errors of one form only
-]
-
-
-class _ChatMessage(StrictModel):
-    tool_calls: Unsupported = None
-    function_call: Unsupported = None
-    audio: Unsupported = None
-    prefix: Unsupported = None
-    role: Literal["system", "developer", "user", "assistant"]
-    content: _Content | None = None
-
-    @model_validator(mode="after")
-    def _check_content(self) -> Self:
-        is_empty_answer = self.role == "assistant" and "content" in self.model_fields_set  # clients send it as null
-        if self.content is None and not is_empty_answer:
-            raise PydanticCustomError("missing", "The message has no content")
-        return self
-
-
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, ToolFields):
     """The body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[FailFastList[_ChatMessage], Field(min_length=1)]
+    messages: Annotated[FailFastList[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=0, le=_MAX_COUNT)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=_MAX_ALTERNATIVES)
 
-    tools: Unsupported = None
-    tool_choice: Annotated[Any, refuse_unless("none", "auto")] = None
     functions: Unsupported = None
     function_call: Annotated[Any, refuse_unless("none", "auto")] = None
     modalities: Annotated[Any, refuse_unless([], ["text"])] = None
@@ -297,11 +267,8 @@ class ChatRequest(GenerationRequest):
 
     def encode_prompts(self, chat_format: ChatFormat) -> list[list[int]]:
         """Return the token ids of the prompt for the answer to the dialog. Raise ApiError if its roles do not fit."""
-        messages = []
-        for message in self.messages:
-            content = message.content or ""
-            text = content if isinstance(content, str) else "".join(part.text or "" for part in content)
-            messages.append(Message(role="system" if message.role == "developer" else message.role, content=text))
+        messages = [message.to_message() for message in self.messages]
+        tools = {"tools": [tool.for_template() for tool in self.shown_tools]} if self.shown_tools else {}
         continues = bool(self.continue_final_message)
         if self.add_generation_prompt is not None and self.add_generation_prompt == continues:
             problem = "add_generation_prompt must be the opposite of continue_final_message; leave it out."
@@ -310,7 +277,7 @@ class ChatRequest(GenerationRequest):
             problem = "continue_final_message needs a last message of the assistant, which the answer continues."
             raise ApiError(400, problem, "continue_final_message")
         try:
-            return [chat_format.encode(messages, continues=continues)]
+            return [chat_format.encode(messages, continues=continues, **tools)]
         except UserError as error:
             raise ApiError(400, str(error), "messages") from None
 

@@ -18,6 +18,7 @@ class TokenizeRequest(StrictModel):
     add_special_tokens: bool | None = None
     parse_special: bool | None = None
     messages: list[Any] | None = None
+    tools: list[Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 

@@ -67,7 +67,9 @@ def call(app: Any, path: str, headers: list[tuple[bytes, bytes]], client: str = 
         [(b"authorization", KEY.encode())],
         [(b"authorization", f"Bearer {KEY}x".encode())],
         [(b"authorization", b"Bearer x"), (b"authorization", f"Bearer {KEY}".encode())],
-        [(b"x-api-key", KEY.encode())],
+        [(b"x-api-key", f"Bearer {KEY}".encode())],
+        [(b"x-api-key", b"x"), (b"x-api-key", KEY.encode())],
+        [(b"x-key", KEY.encode())],
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/models", "/metrics", "/other"])
@@ -80,6 +82,11 @@ def test_a_request_without_the_key_costs_nothing(
     monkeypatch.setattr("textmill.server.app.parse_request", fail)
     monkeypatch.setattr(Scheduler, "submit", fail)
     assert call(client.app, path, headers) == 401
+
+
+@pytest.mark.parametrize("name", ["x-api-key", "X-Api-Key"])
+def test_the_key_opens_in_anthropics_header_too(client: TestClient, name: str) -> None:
+    assert client.get("/v1/models", headers={name: KEY}).status_code == 200
 
 
 @pytest.mark.parametrize(

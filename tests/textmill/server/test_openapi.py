@@ -42,6 +42,9 @@ def test_the_document_has_the_fields_that_the_server_supports(client: TestClient
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/embeddings",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/tokenize",
         "/detokenize",
         "/v1/models",
@@ -73,6 +76,6 @@ def test_an_endpoint_names_its_method(client: TestClient) -> None:
 def test_all_endpoints_of_the_error_exist(client: TestClient) -> None:
     message = client.get("/nothing").json()["error"]["message"]
     endpoints = message.partition(" This server has ")[2].removesuffix(".").split(", ")
-    assert len(endpoints) == 10
+    assert len(endpoints) == 13
     for endpoint in endpoints:
         assert client.request(*endpoint.split()).status_code in (200, 400), endpoint

@@ -162,8 +162,13 @@ def test_such_fields_are_accepted_with_values_that_have_no_effect(server: Runnin
 @pytest.mark.parametrize(
     ("message", "text"),
     [
-        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, "1.tool_calls: This server does not support it"),
-        ({"role": "assistant", "tool_calls": [CALL]}, "1.tool_calls: This server does not support it; leave it out."),
+        ({"role": "user", "content": "b", "tool_calls": [CALL]}, "1: Only a message of the assistant has tool_calls."),
+        ({"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]}, "1.tool_calls.0.type: Input should be"),
+        (
+            {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[1]"}}]},
+            "1.tool_calls.0.function: The arguments must be the JSON text of an object.",
+        ),
+        ({"role": "tool"}, "1: The message has no content."),
         ({"role": "assistant", "content": "b", "function_call": CALL["function"]}, "1.function_call: This server"),
         ({"role": "assistant", "content": "b", "prefix": True}, "1.prefix: This server does not support it"),
         ({"role": "assistant"}, "1: The message has no content."),
