@@ -4,8 +4,10 @@ Constraints are compiled without delaying other requests.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,11 +17,12 @@ from lm.inference.answer_parser import AnswerMarks
 from lm.inference.call_grammar import ANY_TEXT, make_call_grammar
 from lm.inference.chat_format import ChatFormat
 from lm.inference.constraints import Constraint, ConstraintCompiler
-from lm.inference.grammars import Grammar, write_json_rule
+from lm.inference.grammars import Grammar, require_llguidance, write_json_rule
 from textmill.server.fields import ResponseFormat, StructuredOutputs
 from textmill.server.requests import ApiError, ChatRequest, GenerationRequest
 
 _ANY_OBJECT = {"type": "object"}
+_MAX_CHECK_SECONDS = 2.0  # other requests wait meanwhile
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ class AnswerPlanner:
         try:
             constraint = await loop.run_in_executor(self._thread, lambda: self._compiler.compile(make_grammar()))
         except UserError as error:
-            await loop.run_in_executor(self._thread, self._check_tools, request)
+            with suppress(UserError):
+                await loop.run_in_executor(self._thread, self._check_tools, request)
             raise ApiError(400, f"{name}: {error}", name) from None
         if name == "tools":
             return AnswerPlan(constraint, False, marks, has_certain_calls=True)
@@ -75,8 +79,13 @@ class AnswerPlanner:
         return AnswerPlan(constraint, True, marks, has_certain_calls=name == "tool_choice")
 
     def _check_tools(self, request: GenerationRequest) -> None:
-        """Raise ApiError if the parameters of a tool are the reason why a grammar of calls cannot be compiled."""
+        """Raise ApiError if the parameters of a tool are the reason why a grammar of calls cannot be compiled, and if
+        this is found in a few seconds."""
+        require_llguidance()
+        deadline = time.monotonic() + _MAX_CHECK_SECONDS
         for name, schema in request.schemas().items() if isinstance(request, ChatRequest) else ():
+            if time.monotonic() > deadline:
+                return
             try:
                 self._compiler.compile(Grammar.from_json_schema(schema or _ANY_OBJECT))
             except UserError as error:

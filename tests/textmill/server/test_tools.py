@@ -1,6 +1,7 @@
 """Tools in chats: calls that a model writes, calls that a request demands, and reasoning, whole and streamed."""
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -269,3 +270,13 @@ def test_a_model_without_tools_refuses_them() -> None:
         error = client.post("/v1/chat/completions", json=body).json()["error"]
         assert error["param"] == "tools" and "has no place for tools" in error["message"]
         assert client.post("/v1/chat/completions", json={**body, "tool_choice": "none"}).status_code == 200
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with open_client() as client:
+        body = {"messages": QUESTION, "tools": [TOOL], "tool_choice": "required"}
+        error = client.post("/v1/chat/completions", json=body).json()["error"]
+        assert error["message"].startswith("tool_choice: Structured output needs an extra: pip install")
+        with scripted_answers(tool_tokenizer("qwen"), HERMES):
+            assert ask(client)[0]["finish_reason"] == "tool_calls", "a call that is not demanded needs no library"
