@@ -99,6 +99,8 @@ def test_models_without_tools_say_so() -> None:
         with pytest.raises(UserError, match="no place for tools"):
             ChatFormat(tokenizer).find_marks(["f"])
         assert not ChatFormat(tokenizer).find_marks().tools
+        with pytest.raises(UserError, match="cannot use tools"):
+            ChatFormat(tokenizer).encode([Message(role="user", content="?")], tools=[TOOL])
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     messages = [Message(role="user", content="?"), Message(role="assistant", content="", tool_calls=[call])]
     with pytest.raises(UserError, match="no chat template"):

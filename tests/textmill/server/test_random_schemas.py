@@ -37,7 +37,7 @@ Answer = tuple[bool, list[str]]
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
     """A server's family and URL."""
     tokenizer = tool_tokenizer(request.param)
-    app = build_app(make_model(tokenizer.size, 2048).eval(), tokenizer, "tiny", 8, 64)
+    app = build_app(make_model(tokenizer.size, 4096).eval(), tokenizer, "tiny", 8, 64)
     with serve_app(app) as url:
         yield request.param, url
 
