@@ -105,7 +105,7 @@ def test_special_tokens_in_prompts_and_requests_are_plain_text(text: str) -> Non
     assert not specials(completion_ids) or not text, "an empty prompt begins with the end-of-text token"
 
 
-@pytest.mark.parametrize("role", ["<|assistant|>", "assistant<|end|>", "tool", "", "Assistant", "system\0"])
+@pytest.mark.parametrize("role", ["<|assistant|>", "assistant<|end|>", "function", "", "Assistant", "system\0"])
 def test_a_role_cannot_be_a_special_token(role: str) -> None:
     messages: list[Any] = [{"role": role, "content": "x"}]
     with pytest.raises(UserError, match="message 0 has the role"):
