@@ -58,7 +58,9 @@ def deduplicate(
 
     groups = [
         SignedGroup(
-            group.urls, np.load(output.path(PLACES)), *(_files(output, kind) for kind in ("documents", "bands"))
+            group.urls,
+            np.load(output.path(PLACES), mmap_mode="r"),  # read once, into the arrays of all documents
+            *(_files(output, kind) for kind in ("documents", "bands")),
         )
         for group, output in zip(train, signatures, strict=True)
     ]

@@ -101,14 +101,14 @@ def find_copies(groups: Sequence[SignedGroup], config: DeduplicateConfig) -> Cop
     starts = np.cumsum([0, *(len(group.places) for group in groups)])
     urls = [url for group in groups for url in group.urls]
     firsts = np.cumsum([0, *(len(group.urls) for group in groups)])
-    places = np.concatenate(
-        [
-            np.empty((0, 3), np.int64),
-            *(group.places + np.array([first, 0, 0]) for group, first in zip(groups, firsts, strict=False)),
-        ]
+    files = np.concatenate(
+        [np.empty(0, np.int64), *(group.places[:, 0] + first for group, first in zip(groups, firsts, strict=False))]
     )
-    documents = DocumentFiles(urls, places[:, 0], places[:, 1], places[:, 2])
-    numbers = np.arange(len(places))
+    begins, ends = (
+        np.concatenate([np.empty(0, np.int64), *(group.places[:, column] for group in groups)]) for column in (1, 2)
+    )
+    documents = DocumentFiles(urls, files, begins, ends)
+    numbers = np.arange(len(files))
     firsts_of_equal, near = numbers, NearDuplicates(numbers, np.empty((0, 2), np.int64), np.empty(0))
     if config.equal:
         firsts_of_equal = find_equal_documents([path for group in groups for path in group.digests])

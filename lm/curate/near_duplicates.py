@@ -22,7 +22,7 @@ from lm.kernels.jit import Int64s
 
 _MAX_COMPARED = 32  # first documents of a band that a document is compared with
 _SLICE_RECORDS = 1 << 14  # whose pairs are made at a time: at most 33 each
-_MAX_TEXT_BYTES = 32 << 20  # of documents whose sets of shingles memory holds; two larger documents still count
+_MAX_TEXT_BYTES = 8 << 20  # of documents whose shingles, 8 times as large, memory holds; two larger ones still count
 
 
 class Documents(Protocol):
