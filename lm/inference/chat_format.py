@@ -22,7 +22,8 @@ from lm.data.dialogs import Message
 from lm.hardware.device import explain_out_of_memory
 from lm.inference.completion import OUT_OF_MEMORY, TextGeneration, check_vocabulary, encode_prompt
 from lm.inference.config import SampleConfig
-from lm.inference.engine import Generation, generate_each
+from lm.inference.engine import generate_each
+from lm.inference.generation_request import Generation
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.text_tokenizer import TextTokenizer
 from lm.tokenizer.tokenizer import Tokenizer

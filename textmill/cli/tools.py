@@ -149,6 +149,8 @@ def serve_command(options: Namespace) -> None:
         options.quantize,
         api_key=os.environ.get("TEXTMILL_API_KEY") if options.api_key is None else options.api_key,
         max_batch_size=options.max_batch_size,
+        max_context=options.max_context,
+        kv_bytes=options.kv_memory,
         prefix_cache_bytes=options.prefix_cache_mb * 10**6,
         max_requests_per_client=options.max_requests_per_client,
         speculative_tokens=options.speculative_tokens,

@@ -6,31 +6,32 @@ import ipaddress
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
 from lm.common.errors import UserError
 from lm.hardware.device import explain_out_of_memory
 from lm.inference.chat_format import PLAIN_NOTICE, ChatFormat
 from lm.inference.completion import check_vocabulary
 from lm.inference.config import Pooling, Quantization
-from lm.inference.engine import Generation
+from lm.inference.generation_request import Generation
 from lm.inference.scheduler import QueueFull, Scheduler, SchedulerClosed
 from lm.model.flops import parameter_count
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.text_tokenizer import TextTokenizer
 from tasks.runs.models import ResolvedModel
 from textmill.server.access import AccessControl, RequestTimeout, parse_origin
+from textmill.server.disconnects import CLIENT_CLOSED_REQUEST, EventStream, cancel, until_disconnect
 from textmill.server.embeddings import Embedder, EmbeddingRequest
+from textmill.server.kv_memory import describe_kv_memory, free_bytes
 from textmill.server.logprobs import TokenNames
 from textmill.server.metrics import CountRequests, ServerMetrics
 from textmill.server.openapi import openapi_document
@@ -46,7 +47,6 @@ log = logging.getLogger(__name__)
 _MAX_BODY_BYTES = 1 << 20
 _MAX_SCORES = 1 << 18  # log-probabilities of a response: about 10 MB; json keeps the other threads waiting meanwhile
 _SHUTDOWN_SECONDS = 5  # time for open responses when the server stops
-_CLIENT_CLOSED_REQUEST = 499  # nginx's status code; nobody receives it
 _ALIAS = "textmill"  # a name that every served model answers to
 R = TypeVar("R", bound=CompletionRequest | ChatRequest | EmbeddingRequest | TokenizeRequest | DetokenizeRequest)
 _METHODS = {
@@ -79,22 +79,31 @@ def build_app(
     is_post_trained: bool = False,
     allowed_origins: Collection[str] = (),
     pooling: Pooling = "last",
+    max_context: int | None = None,
+    kv_bytes: int | None = None,
 ) -> FastAPI:
     """Return the web application for ``model``, which clients call ``name`` or ``textmill``.
 
     ``app.state.scheduler`` is its scheduler. ``api_key``, ``max_requests_per_client``, ``is_private`` and
-    ``allowed_origins`` are those of :class:`textmill.server.access.AccessControl`; pages of these origins may also
-    read the answers. ``pooling`` is that of embeddings. ``speculative_tokens`` is that of
-    :class:`lm.inference.config.SampleConfig`. ``identity`` is a text that changes with the model. The page opens on
-    the chat if the model ``is_post_trained`` or has a chat template. Raises UserError if the model and the
-    tokenizer do not match.
+    ``allowed_origins`` are those of :class:`textmill.server.access.AccessControl`; pages of these origins may also read
+    the answers. ``pooling`` is that of embeddings. ``speculative_tokens`` is that of
+    :class:`lm.inference.config.SampleConfig`. ``identity`` is a text that changes with the model. A request has at most
+    ``max_context`` tokens, with those that it generates, by default the model's context; keys and values take at most
+    ``kv_bytes``, by default what ``max_batch_size`` such requests need. The page opens on the chat if the model
+    ``is_post_trained`` or has a chat template.
+    Raises UserError if the model and the tokenizer do not match, if ``max_context`` is longer than the model's context,
+    and if ``kv_bytes`` or ``prefix_cache_bytes`` are too small for 16 tokens.
     """
     check_vocabulary(model, tokenizer.size)
+    model_context = model.config.context_length
+    if max_context is not None and max_context > model_context:
+        raise UserError(f"--max_context is {max_context:,}; this model has a context of {model_context:,} tokens.")
     chat_format = ChatFormat(tokenizer)
     if not chat_format.has_template:
         log.warning(PLAIN_NOTICE)
     token_names, constraints, notice = TokenNames(tokenizer), ConstraintFactory(tokenizer), SpecialTextNotice(tokenizer)
-    scheduler = Scheduler(model, max_batch_size, max_waiting, prefix_cache_bytes)
+    scheduler = Scheduler(model, max_batch_size, max_waiting, prefix_cache_bytes, max_context, kv_bytes)
+    context_length = scheduler.max_seq_len
     metrics = ServerMetrics(scheduler)
 
     @asynccontextmanager
@@ -150,9 +159,15 @@ def build_app(
         prompts = await asyncio.to_thread(request.encode_prompts, chat_format)
         await asyncio.to_thread(notice.check, request)
         constraint = await constraints.make(request)
-        context_length = model.config.context_length
         response = GenerationResponse(
-            request, prompts, chat_format, token_names, context_length, speculative_tokens, constraint
+            request,
+            prompts,
+            chat_format,
+            token_names,
+            context_length,
+            speculative_tokens,
+            constraint,
+            is_limited=context_length < model_context,
         )
         choices = {choice.generation: choice for choice in response.choices}
         if response.has_logprobs and (num_scores := sum(map(_count_scores, choices))) > _MAX_SCORES:
@@ -172,11 +187,11 @@ def build_app(
         except UserError as error:
             raise ApiError(400, str(error), "prompt") from None
         if request.stream:
-            return _EventStream(response, scheduler)
+            return EventStream(response, scheduler)
         try:
-            return await _until_disconnect(http_request, response.whole())
+            return await until_disconnect(http_request, response.whole())
         finally:
-            _cancel(response, scheduler)
+            cancel(response, scheduler)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -191,13 +206,13 @@ def build_app(
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
         body = await read_request(request, EmbeddingRequest)
-        return await _until_disconnect(request, embedder.respond(body))
+        return await until_disconnect(request, embedder.respond(body))
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
         body = await read_request(request, TokenizeRequest)
         ids = await asyncio.to_thread(body.encode, chat_format)
-        return {"tokens": ids, "count": len(ids), "max_model_len": model.config.context_length}
+        return {"tokens": ids, "count": len(ids), "max_model_len": context_length}
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, Any]:
@@ -208,7 +223,7 @@ def build_app(
     model_json |= {"aliases": [_ALIAS] if name != _ALIAS else [], "identity": identity}
     model_json |= {"has_chat_template": chat_format.has_template, "special_tokens": list(tokenizer.special_ids)}
     model_json["num_parameters"] = parameter_count(model.config)["total"]
-    model_json["max_model_len"] = model.config.context_length  # vLLM's name
+    model_json["max_model_len"] = context_length  # vLLM's name
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -250,7 +265,7 @@ def _count_scores(generation: Generation) -> int:
 
 async def _error_response(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     if isinstance(error, HTTPException):
         headers, error = error.headers, _routing_error(request, error)
         error.headers = headers
@@ -271,41 +286,6 @@ def _routing_error(request: Request, error: HTTPException) -> ApiError:
     return ApiError(error.status_code, error.detail)
 
 
-class _EventStream(StreamingResponse):
-    """Streams events, and cancels the generation if the client disconnects."""
-
-    def __init__(self, response: GenerationResponse, scheduler: Scheduler) -> None:
-        super().__init__(response.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._response, self._scheduler = response, scheduler
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            _cancel(self._response, self._scheduler)
-
-
-async def _until_disconnect(request: Request, response: Coroutine[Any, Any, Response]) -> Response:
-    """Return the response, or cancel the coroutine that makes it if the client disconnects."""
-
-    async def wait_for_disconnect() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    whole, disconnect = asyncio.ensure_future(response), asyncio.ensure_future(wait_for_disconnect())
-    try:
-        await asyncio.wait({whole, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        return whole.result() if whole.done() else Response(status_code=_CLIENT_CLOSED_REQUEST)
-    finally:
-        whole.cancel()
-        disconnect.cancel()
-
-
-def _cancel(response: GenerationResponse, scheduler: Scheduler) -> None:
-    for choice in response.choices:
-        scheduler.cancel(choice.generation)
-
-
 def serve(
     resolved: ResolvedModel,
     host: str,
@@ -316,12 +296,15 @@ def serve(
     served_model_name: str = "",
     allowed_origins: Sequence[str] = (),
     pooling: Pooling = "last",
+    kv_bytes: int | None = None,
+    max_context: int | None = None,
     **options: int,
 ) -> None:
     """Serve a model until Ctrl-C.
 
-    ``served_model_name`` is the model's name for clients, by default that of the run or the directory. ``options`` are
-    further arguments of :func:`build_app`. Raises UserError for invalid arguments and an address that is in use.
+    ``served_model_name`` is the model's name for clients, by default that of the run or the directory. Keys and values
+    take at most ``kv_bytes``, by default half of the memory that is free when the model is loaded. ``max_context`` and
+    ``options`` are arguments of :func:`build_app`. Raises UserError for invalid arguments and an address in use.
     """
     if not served_model_name.isprintable() or served_model_name.strip() != served_model_name:
         raise UserError("--served_model_name must be printable text without spaces around it.")
@@ -344,9 +327,7 @@ def serve(
         name = served_model_name or found_name or _ALIAS
         # Hashed: it may hold the path of a directory, which is not for clients.
         identity = hashlib.sha256(f"{resolved.identify()} {quantization}".encode()).hexdigest()[:16]
-        with explain_out_of_memory(
-            "The KV cache and the prefix cache do not fit into memory; lower --max_batch_size or --prefix_cache_mb."
-        ):
+        with explain_out_of_memory("The KV cache does not fit into memory; lower --kv_memory."):
             app = build_app(
                 model,
                 tokenizer,
@@ -357,6 +338,8 @@ def serve(
                 is_post_trained=resolved.is_post_trained,
                 allowed_origins=origins,
                 pooling=pooling,
+                max_context=max_context,
+                kv_bytes=free_bytes(model) // 2 if kv_bytes is None else kv_bytes,
                 **options,
             )
         if api_key is None and not is_private:
@@ -371,6 +354,7 @@ def serve(
         print(f"Serving {found_name or resolved.name} on {place}. Ctrl-C stops the server.", flush=True)
         print(f"Model name for clients: {name}", flush=True)
         print(f"Page to try it: {url}/", flush=True)
+        print(describe_kv_memory(app.state.scheduler, max_context or model.config.context_length), flush=True)
         config = uvicorn.Config(
             app, http=RequestTimeout, log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_SECONDS + 2
         )

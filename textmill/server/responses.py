@@ -100,7 +100,8 @@ class Choice:
 class GenerationResponse:
     """The response to a request: its choices, generated side by side. Create it in an event loop.
 
-    Raises ApiError if the model's context is too short for a prompt and its completion.
+    Raises ApiError if a prompt and its completion are longer than ``context_length``, the model's context or, if it
+    ``is_limited``, the server's.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class GenerationResponse:
         context_length: int,
         speculative_tokens: int = 0,
         constraint: Constraint | None = None,
+        is_limited: bool = False,
     ) -> None:
         self.speculative_tokens, self.constraint = speculative_tokens, constraint
         self.request, self.chat_format, self.token_names = request, chat_format, token_names
@@ -124,9 +126,10 @@ class GenerationResponse:
         self._loop, self._updates = asyncio.get_running_loop(), asyncio.Queue[Update]()
         seed = random.randrange(1 << 63) if request.seed is None else request.seed
         repeated_prompts = [prompt for prompt in prompts for _ in range(self.generated_count)]
+        limits = [_max_tokens(request, len(prompt), context_length, is_limited) for prompt in repeated_prompts]
         self.choices = [
-            Choice(self, index, prompt, _max_tokens(request, len(prompt), context_length), (seed + index) % (1 << 63))
-            for index, prompt in enumerate(repeated_prompts)
+            Choice(self, index, prompt, limit, (seed + index) % (1 << 63))
+            for index, (prompt, limit) in enumerate(zip(repeated_prompts, limits, strict=True))
         ]
         self._header = {
             "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -225,7 +228,9 @@ def _event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data)}\n\n"
 
 
-def _max_tokens(request: CompletionRequest | ChatRequest, prompt_tokens: int, context_length: int) -> int:
+def _max_tokens(
+    request: CompletionRequest | ChatRequest, prompt_tokens: int, context_length: int, is_limited: bool
+) -> int:
     """Return the maximum number of tokens to generate.
 
     Raise ApiError if they do not fit into the context, or if they are fewer than the minimum.
@@ -236,7 +241,8 @@ def _max_tokens(request: CompletionRequest | ChatRequest, prompt_tokens: int, co
     free_tokens = context_length - prompt_tokens
     if free_tokens < (1 if max_tokens is None else max_tokens):
         requested = f" and {max_tokens} more are requested" if max_tokens else ""
-        message = f"The prompt has {prompt_tokens} tokens{requested}; the model's context has {context_length}."
+        limit = "this server takes at most" if is_limited else "the model's context has"
+        message = f"The prompt has {prompt_tokens} tokens{requested}; {limit} {context_length}."
         room = {"max_tokens": free_tokens} if free_tokens > 0 else {}  # not OpenAI's; textmill's clients read it
         raise ApiError(400, message, "messages" if is_chat else "prompt", "context_length_exceeded", **room)
     if max_tokens is None:

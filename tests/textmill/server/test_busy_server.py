@@ -160,7 +160,7 @@ from tests.helpers.generating import LoadedModel, make_model
 from tests.helpers.tokenizers import bytes_tokenizer
 handle_termination()
 app._SHUTDOWN_SECONDS = 1
-Engine.step = lambda engine: time.sleep(0.1)  # no generation ever ends
+Engine.decode = lambda engine: time.sleep(0.1)  # no generation ever ends
 model = LoadedModel(make_model(257, 64).eval(), bytes_tokenizer(["<|endoftext|>"]))
 app.serve(model, "127.0.0.1", 0, "cpu", max_batch_size=2)
 """
