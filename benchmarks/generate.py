@@ -38,7 +38,8 @@ from benchmarks import llama_cpp
 from lm.checkpoint.hugging_face import save_hugging_face
 from lm.hardware.device import choose_device
 from lm.inference.config import Quantization, SampleConfig
-from lm.inference.engine import Engine, Generation
+from lm.inference.engine import Engine
+from lm.inference.generation_request import Generation
 from lm.inference.runners.runner import prepare_for_inference
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM

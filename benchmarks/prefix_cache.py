@@ -17,7 +17,8 @@ import torch
 
 from flows.config import PipelineConfig
 from lm.inference.config import SampleConfig
-from lm.inference.engine import Engine, Generation
+from lm.inference.engine import Engine
+from lm.inference.generation_request import Generation
 from lm.inference.runners.runner import prepare_for_inference
 from lm.model.transformer import TransformerLM
 
@@ -57,9 +58,9 @@ def measure(turns: int, tokens: int, rounds: int) -> dict[str, Any]:
     for seed in range(rounds):
         texts = []
         for name, engine in engines.items():
-            before = engine.prefill.num_computed
+            before = engine.num_prefilled_tokens
             duration, ids = chat(engine, turns, tokens, seed)
-            computed[name] = engine.prefill.num_computed - before
+            computed[name] = engine.num_prefilled_tokens - before
             seconds[name].append(duration)
             texts.append(ids)
             print(f"{name:8} {computed[name]:6,} tokens  {duration:.3f} s", flush=True)

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from benchmarks.generate import SHAPES
 from lm.inference.config import SampleConfig
-from lm.inference.engine import Engine, Generation
+from lm.inference.engine import Engine
+from lm.inference.generation_request import Generation
 from lm.inference.runners.runner import prepare_for_inference
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.bpe import train_bpe

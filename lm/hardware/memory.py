@@ -22,6 +22,22 @@ def machine_memory(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> in
     return memory
 
 
+def free_memory(meminfo: Path = Path("/proc/meminfo"), statm: Path = Path("/proc/self/statm")) -> int:
+    """Return the bytes that this process may still take: of :func:`machine_memory`, without what it has already.
+
+    On Linux at most what the system calls available, because other programs need memory too.
+    """
+    limit, page_bytes = machine_memory(), os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError, IndexError):
+        limit -= int(statm.read_text().split()[1]) * page_bytes
+    with suppress(OSError, ValueError):
+        for line in meminfo.read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if name == "MemAvailable":
+                limit = min(limit, int(rest.split()[0]) * 1024)
+    return max(0, limit)
+
+
 def keep_freed_memory() -> None:
     """Have this process keep the memory of freed tensors for new ones, from now on.
 

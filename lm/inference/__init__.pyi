@@ -3,8 +3,8 @@ from .completion import complete as complete
 from .completion import stream_text as stream_text
 from .config import SampleConfig as SampleConfig
 from .engine import Engine as Engine
-from .engine import Generation as Generation
 from .engine import generate as generate
+from .generation_request import Generation as Generation
 from .llama import Llama as Llama
 from .runners.runner import prepare_for_inference as prepare_for_inference
 from .scheduler import Scheduler as Scheduler

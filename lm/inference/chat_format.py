@@ -27,7 +27,8 @@ from lm.inference.answer_parser import REASONING_BEGIN, REASONING_END, AnswerMar
 from lm.inference.call_form import NO_TOOLS, CallForm, find_call_form, has_reasoning
 from lm.inference.completion import OUT_OF_MEMORY, TextGeneration, check_vocabulary, encode_prompt
 from lm.inference.config import SampleConfig
-from lm.inference.engine import Generation, generate_each
+from lm.inference.engine import generate_each
+from lm.inference.generation_request import Generation
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.text_tokenizer import TextTokenizer
 from lm.tokenizer.tokenizer import Tokenizer

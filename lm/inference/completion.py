@@ -8,7 +8,8 @@ from lm.common.errors import UserError
 from lm.hardware.device import explain_out_of_memory
 from lm.inference.config import SampleConfig
 from lm.inference.constraints import Constraint
-from lm.inference.engine import Generation, generate, stream
+from lm.inference.engine import generate, stream
+from lm.inference.generation_request import Generation
 from lm.inference.sampler import LogitEdits
 from lm.model.transformer import TransformerLM
 from lm.text.pretokenize import END_OF_TEXT

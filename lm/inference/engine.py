@@ -1,23 +1,21 @@
 """Batched generation of token ids with a KV cache; each sequence has settings of its own.
 
-Prompts are prefilled whole, then each decoding step adds a token to every sequence. Sequences join and leave the batch
-between steps. Sources: CS336 assignment 1 (section 6); Touvron et al. 2023 (Llama 2); Yu et al. 2022 (Orca: continuous
-batching).
+Prompts are computed in chunks. Each decoding step adds a token to every sequence whose prompt is computed. Sequences
+join and leave the batch between steps. Sources: CS336 assignment 1 (section 6); Touvron et al. 2023 (Llama 2); Yu et
+al. 2022 (Orca: continuous batching).
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from lm.common.errors import UserError
-from lm.inference.config import SampleConfig
-from lm.inference.constraints import Constraint
-from lm.inference.kv_cache import KVCache, PrefixCache
+from lm.inference.generation_request import Generation
+from lm.inference.kv_cache import PAGE_TOKENS, KVCache, count_pages, page_bytes
 from lm.inference.prefill import Prefill, PrefillJob
+from lm.inference.prefix_cache import PrefixCache
 from lm.inference.runners.runner import make_runner
 from lm.inference.sampler import LogitEditor, LogitEdits, Sampler, TokenScore, edit_logits, score_tokens
 from lm.inference.speculation import PromptLookup
@@ -25,125 +23,68 @@ from lm.model.transformer import TransformerLM
 
 log = logging.getLogger(__name__)
 
-_MAX_LOGITS = 1 << 24  # numbers at a time for the log-probabilities of a prompt
-
-
-@dataclass(eq=False)
-class Generation:
-    """A request to continue a prompt, and its result so far."""
-
-    prompt: Sequence[int]
-    """At least one id."""
-    max_new_tokens: int
-    sampling: SampleConfig = field(default_factory=SampleConfig)
-    stop_ids: frozenset[int] = frozenset()
-    """Each of these ids ends the generation and is not part of the result."""
-    seed: int = 0
-    edits: LogitEdits = field(default_factory=LogitEdits)
-    constraint: Constraint | None = None
-    """Decides which ids are possible, one of its own for each generation; ``stop_ids`` where the text may end."""
-    wants_logprobs: bool = False
-    """Whether ``logprobs`` are computed."""
-    wants_prompt_logprobs: bool = False
-    """Whether ``prompt_logprobs`` are computed."""
-    num_alternatives: int = 0
-    """Number of most likely tokens that are reported beside each log-probability."""
-    on_token: Callable[[int], bool] = lambda token_id: False
-    """Called with each new id; True ends the generation after it."""
-    ids: list[int] = field(default_factory=list)
-    """The new ids."""
-    logprobs: list[float] = field(default_factory=list)
-    """Log-probability, in nats, of each of ``ids`` under the model."""
-    alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
-    """For each of ``ids`` the most likely ids in its place and their log-probabilities, the most likely first."""
-    end_score: tuple[int, TokenScore] | None = None
-    """The stop id that ended the generation, and its score. None without one, and without ``wants_logprobs``."""
-    prompt_logprobs: list[float] = field(default_factory=list)
-    """Log-probabilities of the prompt's ids, except the first."""
-    prompt_alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
-    """``alternatives`` for the prompt's ids, except the first."""
-    window_start: int = 0
-    """Index in ``prompt`` + ``ids`` of the first token that the next one depends on. It grows past the context."""
-    is_prefilled: bool = False
-    """Whether the prompt was computed."""
-    num_cached_tokens: int = 0
-    """Number of the prompt's tokens that were in the prefix cache."""
-    num_draft_tokens: int = 0
-    """Number of draft tokens of speculative decoding."""
-    num_accepted_tokens: int = 0
-    """Number of draft tokens that the model sampled."""
-    finish_reason: Literal["stop", "length"] | None = None
-    """``stop``: a stop id, ``on_token``, a cancellation, an error. ``length``: ``max_new_tokens``. None: unfinished."""
-    error: Exception | None = None
-    """The error that ended the generation."""
-
-    def __post_init__(self) -> None:
-        self._uniform: float | None = None
-        self._random = torch.Generator().manual_seed(self.seed % (1 << 63))
-
-    @property
-    def window_length(self) -> int:
-        """Number of tokens that the next one depends on."""
-        return len(self.prompt) + len(self.ids) - self.window_start
-
-    def next_uniform(self) -> float:
-        """Return a random number in (0, 1] that depends on the seed and the number of calls only, not on the batch."""
-        return 1.0 - float(torch.rand(1, generator=self._random))
-
-    def choose_uniform(self) -> float:
-        """Return the random number of the next id, the same until an id is appended: a failed step can be repeated."""
-        if self._uniform is None:
-            self._uniform = self.next_uniform()
-        return self._uniform
-
-    def fail(self, error: Exception) -> None:
-        """End with an error."""
-        self.finish_reason, self.error = "stop", error
-
-    def append(self, token_id: int, score: TokenScore | None) -> None:
-        """Add a new id, and set ``finish_reason`` if it is the last one."""
-        self._uniform = None
-        if token_id in self.stop_ids:
-            self.end_score = None if score is None else (token_id, score)
-            self.finish_reason = "stop"
-            return
-        self.ids.append(token_id)
-        if score is not None:
-            self.logprobs.append(score.logprob)
-            self.alternatives.append(score.alternatives)
-        is_complete = self.constraint and not self.stop_ids and self.constraint.is_complete  # no id ends it
-        if self.on_token(token_id) or is_complete:
-            self.finish_reason = "stop"
-        elif len(self.ids) >= self.max_new_tokens:
-            self.finish_reason = "length"
-
 
 class Engine:
     """Runs up to ``max_batch_size`` generations at once with one model.
 
     Of a prompt longer than ``max_seq_len`` tokens, by default the model's context, the last ``max_seq_len`` are read. A
-    sequence that outgrows them continues from their last half, which is computed again from position 0. With
-    ``prefix_cache_bytes``, a prompt that shares a prefix with a recent sequence computes only the rest; see
-    :class:`lm.inference.kv_cache.PrefixCache`.
+    sequence that outgrows them continues from their last half, which is computed again from position 0.
+
+    Keys and values take at most ``kv_bytes``, by default what ``max_batch_size`` sequences of ``max_seq_len`` tokens
+    and the prefix cache need. A generation is admitted if pages are free for all the tokens that it may have. So once
+    admitted it never stops for another one, and its results do not depend on the others. (To admit it by its prompt
+    alone would fill the memory better, but then a generation must give up its pages and be computed again, sooner or
+    later, at the cost of all.) With ``prefix_cache_bytes``, a prompt that shares a prefix with a recent sequence
+    computes only the rest, and shares its pages; see :class:`lm.inference.prefix_cache.PrefixCache`.
+
+    Raises UserError if not even 16 tokens fit into the memory of the keys and values, or of the prefix cache.
     """
 
     def __init__(
-        self, model: TransformerLM, max_batch_size: int, max_seq_len: int | None = None, prefix_cache_bytes: int = 0
+        self,
+        model: TransformerLM,
+        max_batch_size: int,
+        max_seq_len: int | None = None,
+        prefix_cache_bytes: int = 0,
+        kv_bytes: int | None = None,
     ) -> None:
         parameter = next(model.parameters())
         self.model, self.device = model, parameter.device
         self.max_batch_size, self._vocab_size = max_batch_size, model.config.vocab_size or 1
         self.max_seq_len = min(max_seq_len or model.config.context_length, model.config.context_length)
-        self.active: list[Generation] = []  # the index here is the row of the cache
-        self._cache = KVCache(model.config, max_batch_size, self.max_seq_len, self.device, parameter.dtype)
-        self._prefix_cache: PrefixCache | None = None
-        if prefix_cache_bytes:
-            self._prefix_cache = PrefixCache(model.config, prefix_cache_bytes, self.device, parameter.dtype)
+        self.active: list[Generation] = []  # the index here is the row of the cache; those with jobs come last
+        self._jobs: dict[Generation, PrefillJob] = {}  # of the active generations that are being prefilled
+        has_prefix_cache = prefix_cache_bytes > 0
+        size = page_bytes(model.config, parameter.dtype, has_prefix_cache)
+        max_blocks = _count_pages(prefix_cache_bytes, size, "A prefix cache") if has_prefix_cache else 0
+        num_pages = max_batch_size * count_pages(self.max_seq_len) + max_blocks
+        if kv_bytes is not None:
+            num_pages = min(num_pages, _count_pages(kv_bytes, size, "A KV cache"))
+            self.max_seq_len = min(self.max_seq_len, num_pages * PAGE_TOKENS)
+        shape = max_batch_size, self.max_seq_len
+        self._cache = KVCache(model.config, *shape, self.device, parameter.dtype, num_pages, has_prefix_cache)
+        self.kv_bytes, self.kv_tokens = num_pages * size, num_pages * PAGE_TOKENS
+        self._prefix_cache = PrefixCache(self._cache, max_blocks) if has_prefix_cache else None
         self._runner = make_runner(model, self._cache)
-        self.prefill = Prefill(self._runner, self._cache, self._prefix_cache)
-        self._sampler: Sampler | None = None  # of the active generations
+        self._prefill = Prefill(model, self._runner, self._cache, self._prefix_cache)
+        self._sampler: Sampler | None = None  # of the decoding generations
         self._editors: dict[Generation, LogitEditor] = {}  # of the active generations that need one
         self._lookups: dict[Generation, PromptLookup] = {}  # of the active generations with speculative decoding
+
+    @property
+    def num_prefilled_tokens(self) -> int:
+        """Number of tokens of prompts that were computed so far."""
+        return self._prefill.num_computed
+
+    @property
+    def prefilling(self) -> list[Generation]:
+        """The active generations whose prompts are being computed."""
+        return [*self._jobs]
+
+    @property
+    def decoding(self) -> list[Generation]:
+        """The active generations that get a token in a decoding step: the first rows."""
+        return self.active[: len(self.active) - len(self._jobs)]
 
     def check_prompt(self, generation: Generation) -> None:
         """Raise UserError if the prompt is empty or holds ids outside the model's vocabulary."""
@@ -154,83 +95,132 @@ class Engine:
             raise UserError(f"The prompt holds token id {bad[0]}, outside the model's vocabulary of {vocab_size:,}.")
 
     @torch.inference_mode()
-    def add(self, generations: Sequence[Generation]) -> None:
-        """Prefill the prompts and sample the first token of each.
+    def admit(self, generation: Generation) -> bool:
+        """Give a generation a row and its pages; return False if there are too few. :meth:`prefill` computes it.
 
-        Raises UserError for a bad prompt, before any is added, and ValueError if there are too few free rows. After
-        any error none is added.
+        The prompt must have passed :meth:`check_prompt`.
+        """
+        self._remove_finished()
+        if (row := len(self.active)) == self.max_batch_size:
+            return False
+        prompt, max_length = generation.prompt, self.max_seq_len
+        generation.window_start = max(0, len(prompt) + len(generation.ids) - max_length)
+        tokens = (*prompt, *generation.ids)[generation.window_start :]
+        num_tokens = len(prompt) + max(0, generation.max_new_tokens - 1)  # the last one is not computed
+        job = PrefillJob(generation, row, tokens, owns_pages=num_tokens > max_length)
+        try:
+            if not self._prefill.reserve(job, min(num_tokens, max_length)):
+                return False
+            edits, penalty, constraint = generation.edits, generation.sampling.repetition_penalty, generation.constraint
+            if penalty != 1 or edits != LogitEdits() or constraint:
+                options = self._vocab_size, self.device, constraint, generation.stop_ids
+                self._editors[generation] = LogitEditor(edits, penalty, prompt, *options)
+            if generation.sampling.speculative_tokens:
+                self._lookups[generation] = PromptLookup(prompt, generation.sampling.speculative_tokens)
+        except BaseException:
+            self._cache.clear(row)
+            raise
+        self.active.append(generation)
+        self._jobs[generation] = job
+        return True
+
+    def add(self, generations: Sequence[Generation]) -> None:
+        """Admit generations, prefill all their prompts, and sample the first token of each.
+
+        Raises UserError for a bad prompt, before any is added, and ValueError if there are too few free rows or pages.
+        After any error none is added.
         """
         for generation in generations:
             self.check_prompt(generation)
         self._remove_finished()
-        if not generations:
-            return
-        first = len(self.active)
-        if first + len(generations) > self.max_batch_size:
-            raise ValueError(f"{first} + {len(generations)} sequences are more than {self.max_batch_size}")
-        self.active += generations
-        for generation in generations:
-            generation.window_start = max(0, len(generation.prompt) + len(generation.ids) - self.max_seq_len)
-            if generation.max_new_tokens == 0:
-                generation.finish_reason = "length"
-            edits, penalty, constraint = generation.edits, generation.sampling.repetition_penalty, generation.constraint
-            if penalty != 1 or edits != LogitEdits() or constraint:
-                options = self._vocab_size, self.device, constraint, generation.stop_ids
-                self._editors[generation] = LogitEditor(edits, penalty, generation.prompt, *options)
-            if generation.sampling.speculative_tokens:
-                self._lookups[generation] = PromptLookup(generation.prompt, generation.sampling.speculative_tokens)
-        self._sampler = None
+        if (count := len(self.active) + len(generations)) > self.max_batch_size:
+            raise ValueError(f"{count} sequences are more than {self.max_batch_size}")
         try:
-            logits = self._prefill(list(range(first, len(self.active))), uses_prefix_cache=True)
-            self._sample(logits, generations)
+            if not all(map(self.admit, generations)):
+                raise ValueError(f"{len(generations)} sequences need more pages than are free")
+            while self._jobs:
+                self.prefill()
         except Exception:
-            for generation in self.active[first:]:
-                self._forget(generation)
-            del self.active[first:]
+            for generation in set(generations) & set(self.active):
+                self._remove(self.active.index(generation))
             raise
         self._remove_finished()
 
     @torch.inference_mode()
+    def prefill(self, max_tokens: int | None = None, only: Collection[Generation] | None = None) -> None:
+        """Compute the next chunk of prompts, and sample the first token of each prompt that is complete.
+
+        ``only`` names the generations that may be computed; default: all. See :class:`lm.inference.prefill.Prefill` for
+        ``max_tokens``. After an error, it can be repeated with the same result.
+        """
+        self._remove_finished()
+        jobs = [job for generation, job in self._jobs.items() if only is None or generation in only]
+        self._prefill(jobs, max_tokens)
+        if not (finished := [job for job in jobs if job.last_hidden is not None]):
+            return
+        for job in finished:
+            if job.is_prompt:
+                job.generation.is_prefilled, job.generation.num_cached_tokens = True, job.num_reused
+        if continued := [job for job in finished if job.generation.max_new_tokens]:
+            hidden = torch.stack([job.last_hidden for job in continued if job.last_hidden is not None])
+            self._sample(self.model.logits(hidden), [job.generation for job in continued])
+        for job in finished:
+            if job.generation.max_new_tokens == 0:
+                job.generation.finish_reason = job.generation.finish_reason or "length"
+            self._swap(job.row, len(self.active) - len(self._jobs))
+            del self._jobs[job.generation]
+        self._remove_finished()
+
     def step(self) -> None:
         """Sample the next token of every active generation, and more if draft tokens are accepted.
 
-        Remove finished generations. After an error, the step can be repeated with the same result.
+        Remove finished generations. After an error, the step can be repeated.
+        """
+        self.decode()
+        while self._jobs:
+            self.prefill()
+
+    @torch.inference_mode()
+    def decode(self) -> None:
+        """Sample the next token of every generation whose prompt is computed, and more if draft tokens are accepted.
+
+        A sequence that outgrows the context is given to :meth:`prefill` instead. Removes finished generations. After an
+        error, it can be repeated with the same result.
         """
         self._remove_finished()
-        if not self.active:
+        for generation in self.decoding:
+            if generation.window_length > self.max_seq_len:
+                self._start_window(generation)
+        if not (decoding := self.decoding):
             return
-        lengths = [generation.window_length for generation in self.active]
-        drafts = [self._draft(generation) for generation in self.active]
-        if any(drafts) and max(lengths) <= self.max_seq_len:
+        lengths = [generation.window_length for generation in decoding]
+        drafts = [self._draft(generation) for generation in decoding]
+        if any(drafts):
             self._verify(drafts)
         else:
-            self._sample(self._next_logits(lengths), self.active)
+            inputs = [[generation.ids[-1] for generation in decoding], [length - 1 for length in lengths]]
+            logits = self._runner.decode(torch.tensor(inputs, device=self.device), max(lengths) - 1)
+            self._sample(logits, decoding)
         self._remove_finished()
 
-    def _next_logits(self, lengths: list[int]) -> Tensor:
-        """Return the logits (B, V) of the tokens after the active sequences, whose windows have ``lengths``."""
-        overlong_rows = [row for row, length in enumerate(lengths) if length > self.max_seq_len]
-        if len(overlong_rows) == len(self.active):
-            return self._refill(overlong_rows)
-        last_ids = [generation.ids[-1] for generation in self.active]
-        positions = [min(length, self.max_seq_len) - 1 for length in lengths]
-        logits = self._runner.decode(torch.tensor([last_ids, positions], device=self.device), max(positions))
-        if overlong_rows:
-            logits[overlong_rows] = self._refill(overlong_rows).to(logits.dtype)
-        return logits
+    def _start_window(self, generation: Generation) -> None:
+        """Let the last half of a full window be computed from position 0."""
+        generation.window_start += generation.window_length - max(1, self.max_seq_len // 2)
+        tokens = (*generation.prompt, *generation.ids)[generation.window_start :]
+        row = len(self.active) - len(self._jobs) - 1  # the last one that decodes
+        self._swap(self.active.index(generation), row)
+        self._jobs[generation] = PrefillJob(generation, row, tokens, owns_pages=True, is_prompt=False)
+        self._sampler = None
 
-    def _refill(self, rows: list[int]) -> Tensor:
-        """Compute the last half of full windows from position 0, and return the logits (rows, V) of the next tokens."""
-        generations = [self.active[row] for row in rows]
-        starts = [generation.window_start for generation in generations]
-        for generation in generations:
-            generation.window_start += generation.window_length - max(1, self.max_seq_len // 2)
-        try:
-            return self._prefill(rows, uses_prefix_cache=False)
-        except Exception:
-            for generation, start in zip(generations, starts, strict=True):
-                generation.window_start = start
-            raise
+    def _swap(self, row: int, other: int) -> None:
+        """Exchange two rows."""
+        self._cache.swap_rows(row, other)  # first: if it fails, no row has the keys of another
+        active = self.active
+        active[row], active[other] = active[other], active[row]
+        for moved in (row, other):
+            if job := self._jobs.get(active[moved]):
+                job.row = moved
+        self._sampler = None
 
     def _draft(self, generation: Generation) -> list[int]:
         """Return draft tokens that leave room for one more token in the text and in the context."""
@@ -240,82 +230,60 @@ class Engine:
         return lookup.draft(generation.ids, min(num_missing - 1, self.max_seq_len - generation.window_length))
 
     def _verify(self, drafts: list[list[int]]) -> None:
-        """Sample the next token of every active generation, and one more after each draft token that was sampled.
+        """Sample the next token of every decoding generation, and one more after each draft token that was sampled.
 
         See :mod:`lm.inference.speculation`.
         """
-        starts = [generation.window_length - 1 for generation in self.active]
-        suffixes = [(generation.ids[-1], *draft) for generation, draft in zip(self.active, drafts, strict=True)]
+        decoding = self.decoding
+        starts = [generation.window_length - 1 for generation in decoding]
+        suffixes = [(generation.ids[-1], *draft) for generation, draft in zip(decoding, drafts, strict=True)]
         hidden = self._runner.extend(range(len(starts)), suffixes, starts)
         logits = self.model.logits(torch.cat(hidden)).split([len(suffix) for suffix in suffixes])
         num_accepted = [0] * len(starts)
         rows, i = list(range(len(starts))), 0
         while rows:
-            ids = self._sample(torch.stack([logits[row][i] for row in rows]), [self.active[row] for row in rows])
+            ids = self._sample(torch.stack([logits[row][i] for row in rows]), [decoding[row] for row in rows])
             accepted = [row for row, new_id in zip(rows, ids, strict=True) if drafts[row][i : i + 1] == [new_id]]
             for row in accepted:
                 num_accepted[row] += 1
-            rows, i = [row for row in accepted if not self.active[row].finish_reason], i + 1
-        for generation, draft, count in zip(self.active, drafts, num_accepted, strict=True):
+            rows, i = [row for row in accepted if not decoding[row].finish_reason], i + 1
+        for generation, draft, count in zip(decoding, drafts, num_accepted, strict=True):
             if draft:
                 generation.num_draft_tokens += len(draft)
                 generation.num_accepted_tokens += count
                 self._lookups[generation].record(len(draft), count)
 
     def _remove_finished(self) -> None:
-        """Remove finished generations. The last row moves into the place of each."""
         for row in reversed(range(len(self.active))):
             if self.active[row].finish_reason:
                 self._store(row)
-                self._forget(self.active[row])
-                if row < (last := len(self.active) - 1):
-                    self._cache.copy_rows([last], [row])  # first: if it fails, no row has the keys of another
-                    self.active[row] = self.active[last]
-                self.active.pop()
+                self._remove(row)
 
-    def _forget(self, generation: Generation) -> None:
-        """Drop the state of a generation that leaves the batch."""
-        self._sampler = None
-        self._editors.pop(generation, None)
-        self._lookups.pop(generation, None)
+    def _remove(self, row: int) -> None:
+        """Remove a generation. The last row that decodes, and the last of all, move into the free places."""
+        generation, num_decoding = self.active[row], len(self.active) - len(self._jobs)
+        if row < num_decoding:
+            self._swap(row, num_decoding - 1)
+            row = num_decoding - 1
+        self._swap(row, len(self.active) - 1)
+        self._cache.clear(len(self.active) - 1)
+        self.active.pop()
+        for state in (self._jobs, self._editors, self._lookups):
+            state.pop(generation, None)
 
     def _store(self, row: int) -> None:
         """Keep the sequence of a row in the prefix cache. The last id was not computed yet."""
         generation = self.active[row]
         is_complete = len(generation.prompt) + len(generation.ids) <= self.max_seq_len
         if self._prefix_cache is not None and generation.ids and is_complete:
-            self._prefix_cache.store((*generation.prompt, *generation.ids[:-1]), self._cache, row)
-
-    def _prefill(self, rows: list[int], uses_prefix_cache: bool) -> Tensor:
-        """Compute the windows of sequences, and return the logits (rows, V) of their next tokens."""
-        generations = [self.active[row] for row in rows]
-        needs_scores = [generation.wants_prompt_logprobs and not generation.ids for generation in generations]
-        sequences = [(*generation.prompt, *generation.ids)[generation.window_start :] for generation in generations]
-        prefilled = self.prefill(list(map(PrefillJob, rows, sequences, needs_scores)), uses_prefix_cache)
-        for generation, tokens, result, is_scored in zip(generations, sequences, prefilled, needs_scores, strict=True):
-            if not generation.ids:
-                generation.is_prefilled, generation.num_cached_tokens = True, result.num_cached
-            if is_scored:
-                self._score_prompt(generation, result.hidden[:-1], tokens)
-        return self.model.logits(torch.stack([result.hidden[-1] for result in prefilled]))
-
-    def _score_prompt(self, generation: Generation, hidden: Tensor, tokens: Sequence[int]) -> None:
-        """Set the prompt's log-probabilities, from the hidden states (T - 1, D) before each id except the first."""
-        generation.prompt_logprobs.clear()  # of a prefill that failed
-        generation.prompt_alternatives.clear()
-        targets = torch.tensor(tokens[1:], device=self.device)
-        chunk_size = max(1, _MAX_LOGITS // self._vocab_size)
-        for chunk, chunk_targets in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):
-            for score in score_tokens(self.model.logits(chunk), chunk_targets, generation.num_alternatives):
-                generation.prompt_logprobs.append(score.logprob)
-                generation.prompt_alternatives.append(score.alternatives)
+            self._prefix_cache.store((*generation.prompt, *generation.ids[:-1]), row)
 
     def _sample(self, logits: Tensor, generations: Sequence[Generation]) -> list[int]:
         """Sample from ``logits`` (rows, V) for some of the active generations, in this order. Return the ids."""
         logits = logits.float()  # argmax and max are slow in bfloat16
         uniform = torch.tensor([generation.choose_uniform() for generation in generations], device=self.device)
         settings = [generation.sampling for generation in generations]
-        if len(generations) == len(self.active):  # kept until the batch changes
+        if generations == self.decoding:  # kept until the batch changes
             sampler = self._sampler = self._sampler or Sampler(settings, self.device)
         else:
             sampler = Sampler(settings, self.device)
@@ -347,6 +315,17 @@ class Engine:
             row: score._replace(alternatives=score.alternatives[: generations[row].num_alternatives])
             for row, score in zip(rows, scores, strict=True)
         }
+
+
+def _count_pages(num_bytes: int, page_size: int, what: str) -> int:
+    """Return how many pages fit into ``num_bytes``. Raises UserError if none does."""
+    if num_bytes < page_size:
+        off = ", or 0 to turn it off" if what == "A prefix cache" else ""
+        raise UserError(
+            f"{what} of {num_bytes:,} bytes is too small: {PAGE_TOKENS} tokens of this model take {page_size:,}. "
+            f"Give it more{off}."
+        )
+    return num_bytes // page_size
 
 
 def generate(model: TransformerLM, generations: Sequence[Generation], max_batch_size: int | None = None) -> None:

@@ -1,159 +1,173 @@
-"""Cache of attention keys and values, so that each token is computed once, also a prefix that several prompts share.
+"""Cache of attention keys and values in pages of 16 tokens, so that each token is computed once.
 
-The entries of a token lie at its position in the row of its sequence. Entries after a sequence's last token are never
-read, so prompts of different lengths need no padding on the left. Source: Kwon et al. 2023 (vLLM: automatic prefix
-caching).
+A sequence has a row of the page table, which names the pages of its tokens in their order. Sequences with the same
+prefix share its pages; a page is free when no row and no prefix cache uses it. Entries after a sequence's last token
+are never read, so prompts of different lengths need no padding on the left. Source: Kwon et al. 2023 (vLLM:
+PagedAttention).
 """
 
-import logging
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lm.common.errors import UserError
+from lm.kernels.decode import page_operations
 from lm.model.config import ModelConfig
 
-log = logging.getLogger(__name__)
-
-BLOCK_TOKENS = 16
+PAGE_TOKENS = page_operations.PAGE_TOKENS  # 16
 Tokens = tuple[int, ...]
-_BlockKey = tuple[int, Tokens]  # serial number of the block before it (0: none), and its tokens
+_ALIGNMENT = 4096  # bytes: a page of the system, so that a page of a head is in few of them
+
+
+def count_pages(num_tokens: int) -> int:
+    """Return the number of pages that hold ``num_tokens`` tokens."""
+    return -(-num_tokens // PAGE_TOKENS)
+
+
+def page_bytes(config: ModelConfig, dtype: torch.dtype, has_hidden: bool) -> int:
+    """Return the bytes of a page: keys and values of all layers and, with ``has_hidden``, the final hidden states."""
+    numbers = 2 * config.num_layers * config.kv_heads * config.resolved_head_dim
+    return PAGE_TOKENS * (numbers + (config.d_model if has_hidden else 0)) * dtype.itemsize
 
 
 class KVCache:
-    """Keys and values (layers, rows, kv heads, length, head_dim) of ``rows`` sequences of up to ``length`` tokens."""
+    """Pages of keys and values, and the pages of up to ``rows`` sequences of up to ``length`` tokens.
 
-    def __init__(
-        self, config: ModelConfig, rows: int, length: int, device: torch.device, dtype: torch.dtype = torch.float32
-    ) -> None:
-        shape = (config.num_layers, rows, config.kv_heads, length, config.resolved_head_dim)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros_like(self.keys)
-
-    def copy_rows(self, sources: list[int], targets: list[int]) -> None:
-        """Copy the rows ``sources`` over the rows ``targets``."""
-        for tensor in (self.keys, self.values):
-            tensor[:, targets] = tensor[:, sources]
-
-
-@dataclass
-class Block:
-    """A stored block: the keys and values of 16 tokens after all the tokens before them."""
-
-    slot: int
-    serial: int
-    """Unique. So a key (serial of the block before, 16 tokens) stands for the whole prefix."""
-    has_hidden: bool = False
-    """Whether the final hidden states are stored too. Generated tokens have none."""
-
-
-class PrefixCache:
-    """Keys and values of recent sequences. A prompt that begins like one of them is computed from where they differ.
-
-    Blocks of keys, values (layers, kv heads, 16, head_dim) and hidden states (16, d_model) take at most ``max_bytes``
-    bytes. Each is stored once, whatever sequences share it; the least recently used blocks make room for new ones. The
-    hidden states give the log-probabilities of a prompt's tokens. Raises UserError if not even one block fits.
+    ``keys`` and ``values`` are (layers, kv heads, pages, 16, head_dim), ``page_table`` (rows, pages of a row), int64.
+    With ``has_hidden`` the final hidden states (pages, 16, d_model) can be stored too. ``num_pages`` are by default
+    enough for all rows. Page 0 comes on top: free places of the table name it, so that a step with more rows than
+    sequences can write there. Memory on a CPU is taken when a page is first written.
     """
 
-    def __init__(self, config: ModelConfig, max_bytes: int, device: torch.device, dtype: torch.dtype) -> None:
-        kv_shape = (config.num_layers, config.kv_heads, BLOCK_TOKENS, config.resolved_head_dim)
-        numbers = 2 * config.num_layers * config.kv_heads * config.resolved_head_dim + config.d_model
-        block_bytes = BLOCK_TOKENS * numbers * dtype.itemsize
-        self.max_blocks = max_bytes // block_bytes
-        if not self.max_blocks:
-            raise UserError(
-                f"A prefix cache of {max_bytes:,} bytes is too small: {BLOCK_TOKENS} tokens of this model take "
-                f"{block_bytes:,}. Give it more, or 0 to turn it off."
-            )
-        # Written now, so that the memory is taken at the start and not bit by bit.
-        self._kv = torch.empty(2, self.max_blocks, *kv_shape, device=device, dtype=dtype).zero_()
-        self._hidden = torch.empty(self.max_blocks, BLOCK_TOKENS, config.d_model, device=device, dtype=dtype).zero_()
-        self._blocks: OrderedDict[_BlockKey, Block] = OrderedDict()  # the least recently used first
-        self._last_serial = 0
-
-    def __len__(self) -> int:
-        """Return the number of stored blocks."""
-        return len(self._blocks)
-
-    def match(self, tokens: Sequence[int], needs_hidden: bool = False) -> list[Block]:
-        """Return the blocks of the longest stored prefix of ``tokens``, never all of them.
-
-        With ``needs_hidden``, only blocks that have hidden states.
-        """
-        keys: list[_BlockKey] = []
-        blocks: list[Block] = []
-        for start in range(0, (len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS):
-            key = (blocks[-1].serial if blocks else 0, tuple(tokens[start : start + BLOCK_TOKENS]))
-            block = self._blocks.get(key)
-            if block is None or (needs_hidden and not block.has_hidden):
-                break
-            keys.append(key)
-            blocks.append(block)
-        self._touch(keys)
-        return blocks
-
-    def load(self, blocks: Sequence[Block], cache: KVCache, row: int) -> Tensor:
-        """Copy blocks to the start of a row of ``cache``, and return their hidden states (T, D)."""
-        slots = [block.slot for block in blocks]
-        length = len(blocks) * BLOCK_TOKENS
-        for target, source in zip((cache.keys, cache.values), self._kv, strict=True):
-            target[:, row, :, :length] = source[slots].permute(1, 2, 0, 3, 4).flatten(2, 3)
-        return self._hidden[slots].flatten(0, 1)
-
-    def store(
-        self, tokens: Sequence[int], cache: KVCache, row: int, hidden: Tensor | None = None, hidden_start: int = 0
+    def __init__(
+        self,
+        config: ModelConfig,
+        rows: int,
+        length: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        num_pages: int | None = None,
+        has_hidden: bool = False,
     ) -> None:
-        """Store the whole blocks of ``tokens``, which are in a row of ``cache``, as far as they are not stored yet.
+        width = count_pages(length)
+        self.num_pages = rows * width if num_pages is None else num_pages
+        shape = (config.num_layers, config.kv_heads, self.num_pages + 1, PAGE_TOKENS, config.resolved_head_dim)
+        self.keys, self.values = (_zeros(shape, device, dtype) for _ in range(2))
+        self.hidden = _zeros((self.num_pages + 1, PAGE_TOKENS, config.d_model), device, dtype) if has_hidden else None
+        self.page_table = torch.zeros(rows, width, dtype=torch.int64, device=device)
+        self._pages: list[list[int]] = [[] for _ in range(rows)]
+        self._is_free = np.ones(self.num_pages + 1, bool)
+        self._is_free[0] = False
+        self._num_rows_of = [0] * (self.num_pages + 1)
+        self._num_kept_of = [0] * (self.num_pages + 1)
+        self.num_free = self.num_pages
+        """Number of pages that nothing uses."""
+        self.num_idle = 0
+        """Number of pages that a prefix cache keeps and no row uses."""
 
-        If that fails, the cache is empty: generations go on without it. ``hidden`` (T, D) are the hidden states of the
-        tokens from ``hidden_start`` on.
+    def pages(self, row: int) -> list[int]:
+        """Return the pages of a row."""
+        return self._pages[row]
+
+    def is_idle(self, page: int) -> bool:
+        """Return whether no row uses a page."""
+        return not self._num_rows_of[page]
+
+    def share(self, row: int, pages: Sequence[int]) -> None:
+        """Replace the first pages of a row by others, or give them to a row without pages."""
+        self._set(row, [*pages, *self._pages[row][len(pages) :]])
+
+    def extend(self, row: int, num_new: int) -> None:
+        """Append free pages to a row. Raises ValueError if too few are free."""
+        if num_new > self.num_free:
+            raise ValueError(f"{num_new} pages are more than the {self.num_free} that are free")
+        new = self._find_free(num_new)
+        self._set(row, [*self._pages[row], *new])
+        self._is_free[new] = False
+        self.num_free -= num_new
+
+    def clear(self, row: int) -> None:
+        """Take the pages from a row."""
+        self._set(row, [])
+
+    def swap_rows(self, row: int, other: int) -> None:
+        """Exchange the pages of two rows."""
+        if row != other:
+            self._pages[row], self._pages[other] = self._pages[other], self._pages[row]
+            self.page_table[[row, other]] = self.page_table[[other, row]]
+
+    def keep(self, page: int) -> None:
+        """Count a page of a row as one of the prefix cache: it is not free when the row is cleared."""
+        self._num_kept_of[page] += 1
+
+    def take_kept(self) -> int:
+        """Return a free page for the prefix cache, counted as such."""
+        (page,) = self._find_free(1)
+        self._is_free[page] = False
+        self.num_free -= 1
+        self._num_kept_of[page] = 1
+        self.num_idle += 1
+        return page
+
+    def drop(self, page: int) -> None:
+        """Undo :meth:`keep`."""
+        self._num_kept_of[page] -= 1
+        if not self._num_kept_of[page] and not self._num_rows_of[page]:
+            self.num_idle -= 1
+            self._release(page)
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy keys, values and hidden states of pages over those of other pages."""
+        for tensor in (self.keys, self.values):
+            tensor[:, :, targets] = tensor[:, :, sources]
+        if self.hidden is not None:
+            self.hidden[targets] = self.hidden[sources]
+
+    def _set(self, row: int, pages: list[int]) -> None:
+        """Change the pages of a row. Nothing is changed if that fails."""
+        width = len(self.page_table[row])
+        self.page_table[row] = torch.tensor([*pages, *[0] * (width - len(pages))])
+        before, self._pages[row] = self._pages[row], pages
+        for page in pages:
+            if self._num_kept_of[page] and not self._num_rows_of[page]:
+                self.num_idle -= 1
+            self._num_rows_of[page] += 1
+        for page in reversed(before):
+            self._num_rows_of[page] -= 1
+            if not self._num_rows_of[page]:
+                if self._num_kept_of[page]:
+                    self.num_idle += 1
+                else:
+                    self._release(page)
+
+    def _find_free(self, count: int) -> list[int]:
+        """Return free pages in as few runs as possible: a CPU reads pages faster if they follow each other.
+
+        Of the runs that are long enough, take the shortest: its memory is taken already, and longer ones stay whole.
         """
-        keys: list[_BlockKey] = []
-        new: list[tuple[int, int]] = []  # index in the row and slot
-        without_hidden: list[tuple[int, int]] = []  # index in ``hidden`` and slot
-        serial = 0
-        for index in range(min(len(tokens) // BLOCK_TOKENS, self.max_blocks)):
-            start = index * BLOCK_TOKENS
-            key = (serial, tuple(tokens[start : start + BLOCK_TOKENS]))
-            block = self._blocks.get(key)
-            if block is None:
-                block = self._add(key)
-                new.append((index, block.slot))
-            self._blocks.move_to_end(key)
-            if hidden is not None and start >= hidden_start and not block.has_hidden:
-                without_hidden.append((index - hidden_start // BLOCK_TOKENS, block.slot))
-                block.has_hidden = True
-            keys.append(key)
-            serial = block.serial
-        self._touch(keys)
-        try:
-            if new:
-                indices, slots = map(list, zip(*new, strict=True))
-                for source, target in zip((cache.keys, cache.values), self._kv, strict=True):
-                    blocks = source[:, row, :, : len(keys) * BLOCK_TOKENS].unflatten(2, (-1, BLOCK_TOKENS))
-                    target[slots] = blocks[:, :, indices].permute(2, 0, 1, 3, 4)
-            if hidden is not None and without_hidden:
-                indices, slots = map(list, zip(*without_hidden, strict=True))
-                whole = len(hidden) // BLOCK_TOKENS * BLOCK_TOKENS
-                self._hidden[slots] = hidden[:whole].unflatten(0, (-1, BLOCK_TOKENS))[indices]
-        except BaseException as error:  # e.g. out of memory: nothing may be served that was not copied
-            self._blocks.clear()
-            if not isinstance(error, Exception):
-                raise
-            log.warning("The prefix cache failed to store a sequence and is empty now.", exc_info=True)
+        free = np.flatnonzero(self._is_free)
+        runs = np.split(free, np.flatnonzero(np.diff(free) != 1) + 1)
+        pages: list[int] = []
+        while (num_missing := count - len(pages)) > 0:
+            run = min((run for run in runs if len(run) >= num_missing), key=len, default=max(runs, key=len))
+            runs = [other for other in runs if other is not run]
+            pages += run[:num_missing].tolist()
+        return pages
 
-    def _add(self, key: _BlockKey) -> Block:
-        """Add a block, in the slot of the least recently used one if all slots are taken."""
-        is_full = len(self._blocks) == self.max_blocks
-        slot = self._blocks.popitem(last=False)[1].slot if is_full else len(self._blocks)
-        self._last_serial += 1
-        self._blocks[key] = Block(slot, self._last_serial)
-        return self._blocks[key]
+    def _release(self, page: int) -> None:
+        self._is_free[page] = True
+        self.num_free += 1
 
-    def _touch(self, keys: Sequence[_BlockKey]) -> None:
-        """Make blocks the most recently used. The last goes first: without its prefix a block is of no use."""
-        for key in reversed(keys):
-            self._blocks.move_to_end(key)
+
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return zeros; on a CPU the system gives them their memory only when they are first written.
+
+    They are no arbitrary numbers, because a masked NaN would still make an attention NaN.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    flat = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    start = -flat.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(flat[start : start + num_bytes]).view(dtype).view(shape)

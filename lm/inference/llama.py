@@ -14,7 +14,8 @@ from lm.common.errors import UserError
 from lm.data.dialogs import Message, find_role_problem
 from lm.inference.completion import TextStream, check_vocabulary
 from lm.inference.config import SampleConfig
-from lm.inference.engine import Generation, generate, stream
+from lm.inference.engine import generate, stream
+from lm.inference.generation_request import Generation
 from lm.inference.runners.runner import prepare_for_inference
 from lm.model.transformer import TransformerLM, shrink_vocabulary
 from lm.tokenizer.sentencepiece import SentencePieceTokenizer

@@ -1,17 +1,21 @@
 """One model for many clients: a thread that runs an :class:`lm.inference.engine.Engine` while there is work.
 
-Source: Yu et al. 2022 (Orca: sequences join and leave the batch between steps).
+Between two decode steps it computes a chunk of the new prompts, so that a long prompt does not stop the others. Source:
+Yu et al. 2022 (Orca: sequences join and leave the batch between steps).
 """
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from lm.inference.engine import Engine, Generation
+from lm.inference.chunk_size import MAX_TOKENS, ChunkSize
+from lm.inference.engine import Engine
+from lm.inference.generation_request import Generation
 from lm.model.transformer import TransformerLM
 
 log = logging.getLogger(__name__)
@@ -31,17 +35,26 @@ class SchedulerClosed(RuntimeError):
 class Scheduler:
     """Accepts generations from any thread and runs them in batches, in one thread of its own.
 
-    At most ``max_batch_size`` generations run at once. At most ``max_waiting`` more wait. A free place goes to each
-    request in turn, so that one with many generations does not keep the others waiting.
+    At most ``max_batch_size`` generations run at once, and as many as have room in ``kv_bytes``; see
+    :class:`lm.inference.engine.Engine` for this, ``max_seq_len`` and ``prefix_cache_bytes``. At most ``max_waiting``
+    more wait. A free place goes to each request in turn, so that one with many generations does not keep the others
+    waiting. If the next one has no room yet, those after it wait too, so that a long one has its turn.
 
     ``on_token`` and ``on_finish`` are called in the scheduler's thread. A generation whose prompt or ``on_token`` fails
     ends with the error, alone. If a decoding step fails, the longest generation ends, and the others repeat the step.
     """
 
     def __init__(
-        self, model: TransformerLM, max_batch_size: int, max_waiting: int, prefix_cache_bytes: int = 0
+        self,
+        model: TransformerLM,
+        max_batch_size: int,
+        max_waiting: int,
+        prefix_cache_bytes: int = 0,
+        max_seq_len: int | None = None,
+        kv_bytes: int | None = None,
     ) -> None:
-        self._engine = Engine(model, max_batch_size, prefix_cache_bytes=prefix_cache_bytes)
+        self._engine = Engine(model, max_batch_size, max_seq_len, prefix_cache_bytes, kv_bytes)
+        self._chunk_size = ChunkSize()
         self.capacity = max_batch_size + max_waiting
         self._changed = threading.Condition()
         self._waiting: deque[deque[Generation]] = deque()  # of each request; the first has the next free row
@@ -69,7 +82,22 @@ class Scheduler:
     @property
     def num_prefilled_tokens(self) -> int:
         """Number of tokens of prompts that were computed so far."""
-        return self._engine.prefill.num_computed
+        return self._engine.num_prefilled_tokens
+
+    @property
+    def max_seq_len(self) -> int:
+        """Number of tokens that a sequence can have."""
+        return self._engine.max_seq_len
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes that the keys and values of all sequences can take."""
+        return self._engine.kv_bytes
+
+    @property
+    def kv_tokens(self) -> int:
+        """Number of tokens whose keys and values fit into them."""
+        return self._engine.kv_tokens
 
     @property
     def is_running(self) -> bool:
@@ -125,9 +153,10 @@ class Scheduler:
         self._thread.join()
 
     def _run(self) -> None:
-        while (admitted := self._admit()) is not None:
-            self._add(admitted)
-            self._step()
+        while self._wait():
+            self._admit()
+            self._decode()
+            self._prefill()
             self._run_job()
             with self._changed:
                 finished = [generation for generation in self._on_finish if generation.finish_reason]
@@ -166,38 +195,57 @@ class Scheduler:
             else:
                 future.set_result(result)
 
-    def _add(self, generations: list[Generation]) -> None:
-        """Add generations to the batch. If they fail together, each is added alone, and those that fail again end."""
-        error = _attempt(partial(self._engine.add, generations))
-        if error and len(generations) == 1:
-            generations[0].fail(error)
-        elif error:
-            for generation in generations:
-                self._add([generation])
-
-    def _step(self) -> None:
-        """Compute a step. While it fails, the longest generation ends: it needs the most memory."""
-        while error := _attempt(self._engine.step):
-            active = [generation for generation in self._engine.active if not generation.finish_reason]
-            if not active:
-                return
-            max(active, key=lambda generation: generation.window_length).fail(error)
-
-    def _admit(self) -> list[Generation] | None:
-        """Wait for work, and return the waiting generations that fit into free rows; None after :meth:`close`."""
+    def _wait(self) -> bool:
+        """Wait for work; return False after :meth:`close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self._on_finish or self._jobs)
-            if self._is_closed:
-                return None
-            active = sum(not generation.finish_reason for generation in self._engine.active)
-            admitted: list[Generation] = []
-            while self._waiting and len(admitted) < self._engine.max_batch_size - active:
-                request = self._waiting.popleft()
-                if not (generation := request.popleft()).finish_reason:  # else it was cancelled
-                    admitted.append(generation)
+            return not self._is_closed
+
+    def _admit(self) -> None:
+        """Give the generations that wait free rows and pages, as many as there are."""
+        with self._changed:
+            while self._waiting:
+                request = self._waiting[0]
+                generation, is_admitted = request[0], False
+                if not generation.finish_reason:  # else it was cancelled
+                    try:
+                        is_admitted = self._engine.admit(generation)
+                    except Exception as error:
+                        log.exception("The engine failed.")
+                        generation.fail(error.with_traceback(None))
+                    if not (is_admitted or generation.finish_reason):
+                        return
+                request.popleft()
+                self._waiting.popleft()
                 if request:
                     self._waiting.append(request)
-            return admitted
+
+    def _decode(self) -> None:
+        """Compute a decode step. While it fails, the longest generation ends: it needs the most memory."""
+        started = time.monotonic()
+        is_decoding = bool(self._engine.decoding)
+        while error := _attempt(self._engine.decode):
+            decoding = [generation for generation in self._engine.decoding if not generation.finish_reason]
+            if not decoding:
+                return
+            max(decoding, key=lambda generation: generation.window_length).fail(error)
+        if is_decoding:
+            self._chunk_size.record_step(time.monotonic() - started)
+
+    def _prefill(self) -> None:
+        """Compute a chunk of prompts. If it fails, each is computed alone, and those that fail again end."""
+        started, before = time.monotonic(), self._engine.num_prefilled_tokens
+        max_tokens = self._chunk_size.num_tokens if self._engine.decoding else MAX_TOKENS
+        error = _attempt(partial(self._engine.prefill, max_tokens))
+        if error is None:
+            self._chunk_size.record_chunk(self._engine.num_prefilled_tokens - before, time.monotonic() - started)
+            return
+        prefilling = [generation for generation in self._engine.prefilling if not generation.finish_reason]
+        for generation in prefilling:
+            if len(prefilling) > 1:
+                error = _attempt(partial(self._engine.prefill, max_tokens, [generation]))
+            if error is not None:
+                generation.fail(error)
 
     def _notify(self, generations: list[Generation]) -> None:
         for generation in generations:

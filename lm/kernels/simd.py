@@ -23,10 +23,10 @@ _F32 = ir.FloatType()
 _BLOCK = ir.VectorType(_I8, 64)
 _WORDS = ir.VectorType(_I32, 16)
 _COLUMNS = 64  # of a matrix, that are computed at a time
-_FAST = ("reassoc", "contract", "nsz")  # floats may be added in any order
+FAST = ("reassoc", "contract", "nsz")  # floats may be added in any order
 
 
-def _operation(get_signature: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+def operation(get_signature: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
     """Make an operation for kernels: its body emits LLVM IR with ``builder``, for arguments of the types ``args``.
 
     ``get_signature`` has the parameters of the operation: numba types, from which it returns the signature.
@@ -49,7 +49,7 @@ def _operation(get_signature: Callable[..., Any]) -> Callable[[Callable[..., Any
     return decorate
 
 
-def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any, size: int = 0) -> Any:
+def address_of(context: Any, builder: Any, array_type: Any, array: Any, index: Any, size: int = 0) -> Any:
     """Return a pointer to element ``index`` of a contiguous array, to use ``size`` bytes there (0: one element)."""
     view = context.make_array(array_type)(context, builder, array)
     if BOUNDSCHECK:
@@ -61,37 +61,37 @@ def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any
     return builder.gep(view.data, [index])
 
 
-def _broadcast(builder: Any, value: Any, vector: Any) -> Any:
+def broadcast(builder: Any, value: Any, vector: Any) -> Any:
     """Return a vector of copies of a number."""
     undefined = ir.Constant(vector, ir.Undefined)
     first = builder.insert_element(undefined, value, _I32(0))
     return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, vector.count), [0] * vector.count))
 
 
-@_operation(lambda buffer, at, ored, low, high: types.uint64(buffer, *[types.int64] * 4))
+@operation(lambda buffer, at, ored, low, high: types.uint64(buffer, *[types.int64] * 4))
 def in_range(context: Any, builder: Any, args: Any, array: Any, index: Any, ored: Any, low: Any, high: Any) -> Any:
     """Return a mask of the 64 bytes from ``buffer[at]``: bit k is set if ``low <= (byte k | ored) <= high``."""
-    address = builder.bitcast(_address(context, builder, args[0], array, index, 64), _BLOCK.as_pointer())
+    address = builder.bitcast(address_of(context, builder, args[0], array, index, 64), _BLOCK.as_pointer())
 
     def copies(number: Any) -> Any:
-        return _broadcast(builder, builder.trunc(number, _I8), _BLOCK)
+        return broadcast(builder, builder.trunc(number, _I8), _BLOCK)
 
     block = builder.or_(builder.load(address, align=1), copies(ored))
     inside = builder.icmp_unsigned("<=", builder.sub(block, copies(low)), copies(builder.sub(high, low)))
     return builder.bitcast(inside, _I64)
 
 
-@_operation(lambda array, at, value: types.uint64(array, types.int64, array.dtype))
+@operation(lambda array, at, value: types.uint64(array, types.int64, array.dtype))
 def equal_in_block(context: Any, builder: Any, args: Any, array: Any, index: Any, value: Any) -> Any:
     """Return a mask of the 64 bytes from ``array[index]``: bit k is set if element k equals ``value``."""
     bits = args[0].dtype.bitwidth
     vector = ir.VectorType(ir.IntType(bits), 512 // bits)
-    address = builder.bitcast(_address(context, builder, args[0], array, index, 64), vector.as_pointer())
-    equal = builder.icmp_unsigned("==", builder.load(address, align=1), _broadcast(builder, value, vector))
+    address = builder.bitcast(address_of(context, builder, args[0], array, index, 64), vector.as_pointer())
+    equal = builder.icmp_unsigned("==", builder.load(address, align=1), broadcast(builder, value, vector))
     return builder.zext(builder.bitcast(equal, ir.IntType(vector.count)), _I64)
 
 
-@_operation(lambda array, at, bits, first: types.void(array, types.int64, types.uint64, types.int64))
+@operation(lambda array, at, bits, first: types.void(array, types.int64, types.uint64, types.int64))
 def store_places(context: Any, builder: Any, args: Any, array: Any, index: Any, bits: Any, first: Any) -> None:
     """Write ``first`` + the index of each set bit to the int32 ``array`` from element ``at``.
 
@@ -102,11 +102,11 @@ def store_places(context: Any, builder: Any, args: Any, array: Any, index: Any, 
     compress = cgutils.get_or_insert_function(builder.module, function_type, "llvm.experimental.vector.compress.v64i8")
     undefined = ir.Constant(_BLOCK, ir.Undefined)
     places = builder.call(compress, [ir.Constant(_BLOCK, [*range(64)]), builder.bitcast(bits, mask), undefined])
-    base = _broadcast(builder, builder.trunc(first, _I32), _WORDS)
+    base = broadcast(builder, builder.trunc(first, _I32), _WORDS)
 
     def store(start: int) -> None:
         part = builder.shuffle_vector(places, undefined, ir.Constant(_WORDS, [*range(start, start + 16)]))
-        address = _address(context, builder, args[0], array, builder.add(index, _I64(start)), 64)
+        address = address_of(context, builder, args[0], array, builder.add(index, _I64(start)), 64)
         value = builder.add(builder.zext(part, _WORDS), base)
         builder.store(value, builder.bitcast(address, _WORDS.as_pointer()), align=1)
 
@@ -117,40 +117,40 @@ def store_places(context: Any, builder: Any, args: Any, array: Any, index: Any, 
         store(48)
 
 
-@_operation(lambda buffer, at: types.uint64(buffer, types.int64))
+@operation(lambda buffer, at: types.uint64(buffer, types.int64))
 def load64(context: Any, builder: Any, args: Any, array: Any, index: Any) -> Any:
     """Return the 8 bytes from element ``at`` of ``buffer`` as a little-endian word, at any alignment."""
-    address = _address(context, builder, args[0], array, index, 8)
+    address = address_of(context, builder, args[0], array, index, 8)
     return builder.load(builder.bitcast(address, _I64.as_pointer()), align=1)
 
 
-@_operation(lambda buffer, at, word: types.void(buffer, types.int64, types.uint64))
+@operation(lambda buffer, at, word: types.void(buffer, types.int64, types.uint64))
 def store64(context: Any, builder: Any, args: Any, array: Any, index: Any, word: Any) -> None:
     """Write a little-endian word to the 8 bytes from element ``at`` of ``buffer``, at any alignment."""
-    address = _address(context, builder, args[0], array, index, 8)
+    address = address_of(context, builder, args[0], array, index, 8)
     builder.store(word, builder.bitcast(address, _I64.as_pointer()), align=1)
 
 
-@_operation(lambda array, at: array.dtype(array, types.int64))
+@operation(lambda array, at: array.dtype(array, types.int64))
 def read(context: Any, builder: Any, args: Any, array: Any, index: Any) -> Any:
     """Return ``array[at]`` without numba's test for a negative index; also faster to compile.
 
     An array of several dimensions is read as if it were flat.
     """
-    return builder.load(_address(context, builder, args[0], array, index))
+    return builder.load(address_of(context, builder, args[0], array, index))
 
 
-@_operation(lambda array, at, value: types.void(array, types.int64, array.dtype))
+@operation(lambda array, at, value: types.void(array, types.int64, array.dtype))
 def write(context: Any, builder: Any, args: Any, array: Any, index: Any, value: Any) -> None:
     """Do ``array[at] = value``; see :func:`read`."""
-    builder.store(value, _address(context, builder, args[0], array, index))
+    builder.store(value, address_of(context, builder, args[0], array, index))
 
 
-@_operation(lambda array, at: types.float32(array, types.int64))
+@operation(lambda array, at: types.float32(array, types.int64))
 def read_float(context: Any, builder: Any, args: Any, array: Any, index: Any) -> Any:
     """Return ``array[index]``, float32 or int8, as float32. A uint16 array holds bfloat16, the upper 16 bits of
     float32."""
-    value = builder.load(_address(context, builder, args[0], array, index))
+    value = builder.load(address_of(context, builder, args[0], array, index))
     if args[0].dtype == types.int8:
         return builder.sitofp(value, _F32)
     if args[0].dtype == types.uint16:
@@ -158,7 +158,7 @@ def read_float(context: Any, builder: Any, args: Any, array: Any, index: Any) ->
     return value
 
 
-@_operation(lambda array, at, value: types.void(array, types.int64, types.float32))
+@operation(lambda array, at, value: types.void(array, types.int64, types.float32))
 def write_float(context: Any, builder: Any, args: Any, array: Any, index: Any, value: Any) -> None:
     """Do ``array[at] = value`` for a float32; in a uint16 array, rounded to the nearest bfloat16, ties to even."""
     if args[0].dtype == types.uint16:
@@ -167,12 +167,12 @@ def write_float(context: Any, builder: Any, args: Any, array: Any, index: Any, v
         last = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
         rounded = builder.lshr(builder.add(builder.add(bits, _I32(0x7FFF)), last), _I32(16))
         value = builder.trunc(builder.select(is_nan, _I32(0x7FC0), rounded), _I16)
-    builder.store(value, _address(context, builder, args[0], array, index))
+    builder.store(value, address_of(context, builder, args[0], array, index))
 
 
-def _load_floats(context: Any, builder: Any, array_type: Any, array: Any, index: Any, count: int) -> Any:
+def load_floats(context: Any, builder: Any, array_type: Any, array: Any, index: Any, count: int) -> Any:
     """Emit the load of a vector of numbers as float32; see :func:`read_float`."""
-    address = _address(context, builder, array_type, array, index, count * array_type.dtype.bitwidth // 8)
+    address = address_of(context, builder, array_type, array, index, count * array_type.dtype.bitwidth // 8)
     element = _F32 if array_type.dtype == types.float32 else ir.IntType(array_type.dtype.bitwidth)
     values = builder.load(builder.bitcast(address, ir.VectorType(element, count).as_pointer()), align=1)
     floats, words = ir.VectorType(_F32, count), ir.VectorType(_I32, count)
@@ -200,7 +200,7 @@ def _dot_products(outputs: int, rows: int, lanes: int, parts: int) -> Any:
     """
     num_products = outputs * rows
 
-    @_operation(
+    @operation(
         lambda weights, at, x, xt, count, stride: types.UniTuple(types.float32, num_products)(
             weights, types.int64, x, *[types.int64] * 3
         )
@@ -225,15 +225,15 @@ def _dot_products(outputs: int, rows: int, lanes: int, parts: int) -> Any:
             for offset in range(0, _COLUMNS, lanes):
 
                 def load(kind: Any, array: Any, start: Any, offset: int = offset) -> Any:
-                    return _load_floats(context, builder, kind, array, builder.add(start, _I64(offset)), lanes)
+                    return load_floats(context, builder, kind, array, builder.add(start, _I64(offset)), lanes)
 
                 factors = [load(args[2], x, start) for start in x_starts]
                 for output in range(outputs):
                     weight = load(args[0], weights, starts[output])
                     for row in range(rows):
                         total = totals[(output * rows + row) * parts + offset // lanes % parts]
-                        product = builder.fmul(weight, factors[row], flags=_FAST)
-                        builder.store(builder.fadd(builder.load(total), product, flags=_FAST), total)
+                        product = builder.fmul(weight, factors[row], flags=FAST)
+                        builder.store(builder.fadd(builder.load(total), product, flags=FAST), total)
         function_type = ir.FunctionType(_F32, [_F32, vector])
         add_lanes = cgutils.get_or_insert_function(
             builder.module, function_type, f"llvm.vector.reduce.fadd.v{lanes}f32"
@@ -242,8 +242,8 @@ def _dot_products(outputs: int, rows: int, lanes: int, parts: int) -> Any:
         for start in range(0, len(totals), parts):
             first, *others = (builder.load(total) for total in totals[start : start + parts])
             for other in others:
-                first = builder.fadd(first, other, flags=_FAST)
-            results.append(builder.call(add_lanes, [_F32(0), first], fastmath=_FAST))
+                first = builder.fadd(first, other, flags=FAST)
+            results.append(builder.call(add_lanes, [_F32(0), first], fastmath=FAST))
         return cgutils.pack_array(builder, results)
 
     return products
@@ -257,7 +257,7 @@ def _add_rows(lanes: int) -> Any:
     """Return an operation that adds up ``lanes`` columns of rows of a float32 matrix."""
     vector = ir.VectorType(_F32, lanes)
 
-    @_operation(lambda weights, column, rows, count, sums: types.void(weights, types.int64, rows, types.int64, sums))
+    @operation(lambda weights, column, rows, count, sums: types.void(weights, types.int64, rows, types.int64, sums))
     def add_rows(
         context: Any, builder: Any, args: Any, weights: Any, column: Any, rows: Any, count: Any, sums: Any
     ) -> None:
@@ -265,12 +265,12 @@ def _add_rows(lanes: int) -> Any:
         of ``sums``."""
 
         def pointer(kind: Any, array: Any, index: Any) -> Any:
-            return builder.bitcast(_address(context, builder, kind, array, index, 4 * lanes), vector.as_pointer())
+            return builder.bitcast(address_of(context, builder, kind, array, index, 4 * lanes), vector.as_pointer())
 
         stride = builder.extract_value(context.make_array(args[0])(context, builder, weights).shape, 1)
         total = cgutils.alloca_once_value(builder, ir.Constant(vector, None))
         with cgutils.for_range(builder, count) as loop:
-            row = builder.sext(builder.load(_address(context, builder, args[2], rows, loop.index)), _I64)
+            row = builder.sext(builder.load(address_of(context, builder, args[2], rows, loop.index)), _I64)
             at = builder.add(builder.mul(row, stride), column)
             values = builder.load(pointer(args[0], weights, at), align=4)
             builder.store(builder.fadd(builder.load(total), values), total)
@@ -283,56 +283,56 @@ def _add_rows(lanes: int) -> Any:
 add_rows_of_4, add_rows_of_16 = _add_rows(4), _add_rows(16)
 
 
-@_operation(lambda word: types.float32(types.int32))
+@operation(lambda word: types.float32(types.int32))
 def float_of_bits(context: Any, builder: Any, args: Any, word: Any) -> Any:
     """Return the float32 that has the bits of an int32."""
     return builder.bitcast(word, _F32)
 
 
-@_operation(lambda word: types.int64(types.uint64))
+@operation(lambda word: types.int64(types.uint64))
 def first_bit(context: Any, builder: Any, args: Any, word: Any) -> Any:
     """Return the index of the lowest set bit; 64 for 0."""
     return builder.cttz(word, cgutils.false_bit)
 
 
-@_operation(lambda word: types.int64(types.uint64))
+@operation(lambda word: types.int64(types.uint64))
 def last_bit(context: Any, builder: Any, args: Any, word: Any) -> Any:
     """Return the index of the highest set bit of a word that is not 0."""
     return builder.sub(_I64(63), builder.ctlz(word, cgutils.true_bit))
 
 
-@_operation(lambda word: types.int64(types.uint64))
+@operation(lambda word: types.int64(types.uint64))
 def bit_count(context: Any, builder: Any, args: Any, word: Any) -> Any:
     """Return the number of set bits."""
     return builder.ctpop(word)
 
 
-@_operation(lambda a, b: types.uint64(types.uint64, types.uint64))
+@operation(lambda a, b: types.uint64(types.uint64, types.uint64))
 def fold_product(context: Any, builder: Any, args: Any, a: Any, b: Any) -> Any:
     """Return the two halves of the 128-bit product of two words, combined by exclusive or."""
     product = builder.mul(builder.zext(a, _I128), builder.zext(b, _I128))
     return builder.trunc(builder.xor(product, builder.lshr(product, _I128(64))), _I64)
 
 
-@_operation(lambda buffer, at: types.void(buffer, types.int64))
+@operation(lambda buffer, at: types.void(buffer, types.int64))
 def prefetch(context: Any, builder: Any, args: Any, array: Any, index: Any) -> None:
     """Start to load the cache line of ``array[index]``. An index out of bounds is ignored."""
     _prefetch(context, builder, args[0], array, index, 3)
 
 
-@_operation(lambda array, at: types.int64(array, types.int64))
+@operation(lambda array, at: types.int64(array, types.int64))
 def take_number(context: Any, builder: Any, args: Any, array: Any, index: Any) -> Any:
     """Return ``array[at]`` and add one to it: each thread that does so gets another number."""
-    return builder.atomic_rmw("add", _address(context, builder, args[0], array, index), _I64(1), "acq_rel")
+    return builder.atomic_rmw("add", address_of(context, builder, args[0], array, index), _I64(1), "acq_rel")
 
 
-@_operation(lambda array, at: types.int64(array, types.int64))
+@operation(lambda array, at: types.int64(array, types.int64))
 def read_shared(context: Any, builder: Any, args: Any, array: Any, index: Any) -> Any:
     """Return ``array[at]``. What another thread wrote before it took that number is then visible."""
-    return builder.load_atomic(_address(context, builder, args[0], array, index), "acquire", 8)
+    return builder.load_atomic(address_of(context, builder, args[0], array, index), "acquire", 8)
 
 
-@_operation(lambda: types.void())
+@operation(lambda: types.void())
 def pause(context: Any, builder: Any, args: Any) -> None:
     """Tell the CPU that this thread waits in a loop."""
     if llvmlite.binding.get_process_triple().startswith("x86_64"):
@@ -340,14 +340,14 @@ def pause(context: Any, builder: Any, args: Any) -> None:
         builder.call(cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.sse2.pause"), [])
 
 
-@_operation(lambda: types.void())
+@operation(lambda: types.void())
 def yield_cpu(context: Any, builder: Any, args: Any) -> None:
     """Let another thread run on this CPU."""
     function_type = ir.FunctionType(_I32, [])
     builder.call(cgutils.get_or_insert_function(builder.module, function_type, "sched_yield"), [])
 
 
-@_operation(lambda: types.void())
+@operation(lambda: types.void())
 def noinline(context: Any, builder: Any, args: Any) -> None:
     """Keep the calling helper from being inlined: its loop then has all registers to itself."""
     builder.function.attributes.add("noinline")

@@ -4,6 +4,7 @@ Each public function is a fuzz target: it compares some cases and returns their 
 merges, or a decode step.
 """
 
+import copy
 import random
 from collections import Counter
 from functools import cache
@@ -22,6 +23,7 @@ from lm.text.pretokenize import END_OF_TEXT, pretokenize
 from lm.tokenizer.bpe import train_merges
 from lm.tokenizer.pretoken_counts import count_pretokens
 from lm.tokenizer.tokenizer import Tokenizer
+from tests.helpers.generating import random_cache
 from tests.helpers.kernels import OVERLAPPING_SPECIALS, PIECES, expected_starts, find_starts
 from tests.helpers.naive_bpe import naive_encode, naive_merges
 from tests.helpers.pretoken_counts import counts_table
@@ -190,14 +192,17 @@ def decode_step(source: random.Random) -> int:
     cpu_layer = CpuAttention(layer, LowPrecisionLinear)
     for _ in range(20):
         x = torch.randn(rows, 1, heads * width).to(dtype)
-        keys, values = torch.randn(2, rows, kv_heads, length, width).to(dtype)
         positions = torch.randint(length, (rows,))
-        caches = [DecodeAttention(keys.clone(), values.clone(), positions, int(positions.max())) for _ in range(2)]
-        actual = cpu_layer.attend(torch.cat(layer.project(x), -1), caches[0])
-        expected = layer(x, positions[:, None], caches[1])
+        stored = random_cache(config, rows, length, dtype=dtype)
+        caches = [stored, copy.deepcopy(stored)]
+        attention = [
+            DecodeAttention(x.keys[0], x.values[0], x.page_table[:rows].contiguous(), positions) for x in caches
+        ]
+        actual = cpu_layer.attend(torch.cat(layer.project(x), -1), attention[0])
+        expected = layer(x, positions[:, None], attention[1])
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(caches[0].keys_RGSK, caches[1].keys_RGSK, rtol=tolerance, atol=tolerance)
-        assert caches[0].values_RGSK.equal(caches[1].values_RGSK)
+        torch.testing.assert_close(caches[0].keys, caches[1].keys, rtol=tolerance, atol=tolerance)
+        assert caches[0].values.equal(caches[1].values)
     norm = RMSNorm(heads * width, dtype=dtype).requires_grad_(False)
     torch.testing.assert_close(CpuNorm(norm)(x), norm(x), rtol=tolerance, atol=tolerance)
     return 21

@@ -2,6 +2,7 @@
 
 import torch
 
+from lm.inference.kv_cache import KVCache
 from lm.model.config import ModelConfig
 from lm.model.norm import RMSNorm
 from lm.model.transformer import TransformerLM
@@ -64,3 +65,16 @@ def generate_without_cache(model: TransformerLM, prompt: list[int], count: int) 
                 ids.append(int(logits.argmax()))
             logprobs.append(float(logits.log_softmax(-1)[ids[end]]))
     return ids[len(prompt) :], logprobs
+
+
+def random_cache(
+    config: ModelConfig, rows: int, length: int, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> KVCache:
+    """Return a cache of random keys and values, whose rows have all their pages, in no order."""
+    cache = KVCache(config, rows, length, torch.device(device), dtype)
+    for _ in range(cache.page_table.shape[1]):
+        for row in torch.randperm(rows).tolist():
+            cache.extend(row, 1)
+    cache.keys.normal_()
+    cache.values.normal_()
+    return cache

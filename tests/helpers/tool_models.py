@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
-from lm.inference.engine import Generation
+from lm.inference.generation_request import Generation
 from lm.inference.sampler import TokenScore
 from lm.tokenizer.chat_settings import ChatSettings
 from lm.tokenizer.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ import pytest
 from lm.inference.chat_format import ChatFormat
 from lm.inference.completion import complete, encode_prompt, stream_text
 from lm.inference.config import SampleConfig
-from lm.inference.engine import Generation
+from lm.inference.generation_request import Generation
 from lm.inference.llama import Llama, LlamaTokenizer
 from tests.helpers.generating import LoadedModel, make_model
 from tests.helpers.tokenizers import bytes_tokenizer

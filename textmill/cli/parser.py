@@ -28,6 +28,7 @@ from textmill.cli.base_config import read_last_config, read_sweep_base
 from textmill.cli.completion import Shell
 from textmill.cli.help import OVERVIEW, HelpFormatter, format_command_help
 from textmill.cli.list_options import join_lists
+from textmill.cli.memory_size import memory_size
 from textmill.cli.parse_errors import explain, explain_section
 from textmill.cli.terminal import print_message
 
@@ -208,7 +209,13 @@ def build_parser(preset: str = "demo", base: PipelineConfig | None = None, only:
     serve.option("host", "127.0.0.1", "address to listen on")
     serve.option("port", 8000, "port to listen on; 0: any free port")
     serve.option("max_batch_size", 16, "completions computed at the same time", type=batch_size)
-    cache_help = "memory in MB that keeps recent prompts, so that their beginnings are computed once; 0 turns it off"
+    context_help = "max tokens of a prompt and its completion; default: the context of the model"
+    serve.option("max_context", None, context_help, type=PositiveInt | None)
+    memory_help = "memory for the keys and values of completions, as 4GB or 512MiB; default: half of what is free"
+    serve.option("kv_memory", None, memory_help, type=memory_size)
+    cache_help = (
+        "part of it in MB that keeps recent prompts, so that their beginnings are computed once; 0 turns it off"
+    )
     serve.option("prefix_cache_mb", 256, cache_help, type=megabytes)
     guess_help = "max tokens guessed per step by prompt lookup; 0 turns it off"
     serve.option("speculative_tokens", 0, guess_help, type=NonNegativeInt)

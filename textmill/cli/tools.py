@@ -137,7 +137,7 @@ def chat_command(options: Namespace) -> None:
 
 def serve_command(options: Namespace) -> None:
     """Serve a model over HTTP until Ctrl-C."""
-    from textmill.server.app import serve
+    from textmill.server.listener import serve
 
     if not options.host:
         raise UserError("--host is empty. 127.0.0.1 is this machine alone, 0.0.0.0 all its addresses.")
@@ -149,6 +149,8 @@ def serve_command(options: Namespace) -> None:
         options.quantize,
         api_key=os.environ.get("TEXTMILL_API_KEY") if options.api_key is None else options.api_key,
         max_batch_size=options.max_batch_size,
+        max_context=options.max_context,
+        kv_bytes=options.kv_memory,
         prefix_cache_bytes=options.prefix_cache_mb * 10**6,
         max_requests_per_client=options.max_requests_per_client,
         speculative_tokens=options.speculative_tokens,

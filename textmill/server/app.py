@@ -1,16 +1,12 @@
-"""``textmill serve``: an HTTP server for a model with the completion and chat endpoints of OpenAI's API."""
+"""The endpoints of ``textmill serve``, of OpenAI's API and of Anthropic's, for a model."""
 
 import asyncio
-import hashlib
-import ipaddress
 import logging
-import socket
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
@@ -18,17 +14,15 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from lm.common.errors import UserError
-from lm.hardware.device import explain_out_of_memory
 from lm.inference.chat_format import PLAIN_NOTICE, ChatFormat
 from lm.inference.completion import check_vocabulary
-from lm.inference.config import Pooling, Quantization
-from lm.inference.engine import Generation
+from lm.inference.config import Pooling
+from lm.inference.generation_request import Generation
 from lm.inference.scheduler import QueueFull, Scheduler, SchedulerClosed
 from lm.model.flops import parameter_count
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.text_tokenizer import TextTokenizer
-from tasks.runs.models import ResolvedModel
-from textmill.server.access import AccessControl, RequestTimeout, parse_origin
+from textmill.server.access import AccessControl
 from textmill.server.api_form import ApiForm, openai_form
 from textmill.server.disconnects import CLIENT_CLOSED_REQUEST, EventStream, cancel, until_disconnect
 from textmill.server.embeddings import Embedder, EmbeddingRequest
@@ -50,8 +44,7 @@ log = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 1 << 20
 _MAX_SCORES = 1 << 18  # log-probabilities of a response: about 10 MB; json keeps the other threads waiting meanwhile
-_SHUTDOWN_SECONDS = 5  # time for open responses when the server stops
-_ALIAS = "textmill"  # a name that every served model answers to
+ALIAS = "textmill"  # a name that every served model answers to
 R = TypeVar("R", bound=StrictModel)
 _METHODS = {
     "/v1/completions": "POST",
@@ -86,22 +79,31 @@ def build_app(
     is_post_trained: bool = False,
     allowed_origins: Collection[str] = (),
     pooling: Pooling = "last",
+    max_context: int | None = None,
+    kv_bytes: int | None = None,
 ) -> FastAPI:
     """Return the web application for ``model``, which clients call ``name`` or ``textmill``.
 
     ``app.state.scheduler`` is its scheduler. ``api_key``, ``max_requests_per_client``, ``is_private`` and
-    ``allowed_origins`` are those of :class:`textmill.server.access.AccessControl`; pages of these origins may also
-    read the answers. ``pooling`` is that of embeddings. ``speculative_tokens`` is that of
-    :class:`lm.inference.config.SampleConfig`. ``identity`` is a text that changes with the model. The page opens on
-    the chat if the model ``is_post_trained`` or has a chat template. Raises UserError if the model and the
-    tokenizer do not match.
+    ``allowed_origins`` are those of :class:`textmill.server.access.AccessControl`; pages of these origins may also read
+    the answers. ``pooling`` is that of embeddings. ``speculative_tokens`` is that of
+    :class:`lm.inference.config.SampleConfig`. ``identity`` is a text that changes with the model. A request has at most
+    ``max_context`` tokens, with those that it generates, by default the model's context; keys and values take at most
+    ``kv_bytes``, by default what ``max_batch_size`` such requests need. The page opens on the chat if the model
+    ``is_post_trained`` or has a chat template.
+    Raises UserError if the model and the tokenizer do not match, if ``max_context`` is longer than the model's context,
+    and if ``kv_bytes`` or ``prefix_cache_bytes`` are too small for 16 tokens.
     """
     check_vocabulary(model, tokenizer.size)
+    model_context = model.config.context_length
+    if max_context is not None and max_context > model_context:
+        raise UserError(f"--max_context is {max_context:,}; this model has a context of {model_context:,} tokens.")
     chat_format = ChatFormat(tokenizer)
     if not chat_format.has_template:
         log.warning(PLAIN_NOTICE)
     token_names, planner, notice = TokenNames(tokenizer), AnswerPlanner(chat_format), SpecialTextNotice(tokenizer)
-    scheduler = Scheduler(model, max_batch_size, max_waiting, prefix_cache_bytes)
+    scheduler = Scheduler(model, max_batch_size, max_waiting, prefix_cache_bytes, max_context, kv_bytes)
+    context_length = scheduler.max_seq_len
     metrics = ServerMetrics(scheduler)
 
     @asynccontextmanager
@@ -133,7 +135,7 @@ def build_app(
         )
 
     def check_model(requested: str) -> None:
-        if requested not in (name, _ALIAS):
+        if requested not in (name, ALIAS):
             message = f"There is no model {requested[:80]!r}; this is {name!r}."
             raise ApiError(404, message, "model", "model_not_found")
 
@@ -170,9 +172,16 @@ def build_app(
             raise ApiError(400, f"{count} completions are requested; 1 to {scheduler.capacity} are possible.", "n")
         prompts, plan = await encode(request)
         await asyncio.to_thread(notice.check, request)
-        context_length = model.config.context_length
         response = GenerationResponse(
-            request, prompts, chat_format, token_names, context_length, speculative_tokens, plan, form.cuts_at_context
+            request,
+            prompts,
+            chat_format,
+            token_names,
+            context_length,
+            speculative_tokens,
+            plan,
+            form.cuts_at_context,
+            is_limited=context_length < model_context,
         )
         choices = {choice.generation: choice for choice in response.choices}
         if response.has_logprobs and (num_scores := sum(map(_count_scores, choices))) > _MAX_SCORES:
@@ -237,7 +246,7 @@ def build_app(
     async def tokenize(request: Request) -> dict[str, Any]:
         body = await read_request(request, TokenizeRequest)
         ids = await asyncio.to_thread(body.encode, chat_format)
-        return {"tokens": ids, "count": len(ids), "max_model_len": model.config.context_length}
+        return {"tokens": ids, "count": len(ids), "max_model_len": context_length}
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, Any]:
@@ -245,10 +254,10 @@ def build_app(
 
     model_json = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "textmill"}
     # Not OpenAI's; textmill evaluate and the page read them.
-    model_json |= {"aliases": [_ALIAS] if name != _ALIAS else [], "identity": identity}
+    model_json |= {"aliases": [ALIAS] if name != ALIAS else [], "identity": identity}
     model_json |= {"has_chat_template": chat_format.has_template, "special_tokens": list(tokenizer.special_ids)}
     model_json["num_parameters"] = parameter_count(model.config)["total"]
-    model_json["max_model_len"] = model.config.context_length  # vLLM's name
+    model_json["max_model_len"] = context_length  # vLLM's name
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -309,91 +318,3 @@ def _routing_error(request: Request, error: HTTPException) -> ApiError:
         allowed = (error.headers or {}).get("Allow", "")
         return ApiError(405, f"{requested} is not possible; the method is {allowed}.", code="method_not_supported")
     return ApiError(error.status_code, error.detail)
-
-
-def serve(
-    resolved: ResolvedModel,
-    host: str,
-    port: int,
-    device: str,
-    quantization: Quantization = "none",
-    api_key: str | None = None,
-    served_model_name: str = "",
-    allowed_origins: Sequence[str] = (),
-    pooling: Pooling = "last",
-    **options: int,
-) -> None:
-    """Serve a model until Ctrl-C.
-
-    ``served_model_name`` is the model's name for clients, by default that of the run or the directory. ``options`` are
-    further arguments of :func:`build_app`. Raises UserError for invalid arguments and an address that is in use.
-    """
-    if not served_model_name.isprintable() or served_model_name.strip() != served_model_name:
-        raise UserError("--served_model_name must be printable text without spaces around it.")
-    origins = [*dict.fromkeys(map(parse_origin, allowed_origins))]
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
-        raise UserError("The API key must be printable ASCII text without spaces around it, and not empty.")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
-        raise UserError(
-            f"Cannot listen on {host}, port {port}: {str(error).rstrip('.')}. Change --host or --port."
-        ) from None
-    with listener, suppress(KeyboardInterrupt):
-        address, port, *_ = listener.getsockname()
-        ip_address = ipaddress.ip_address(address)
-        is_private = api_key is None and ip_address.is_loopback
-        model, tokenizer = resolved.load_for_inference(device, quantization)
-        found_name = resolved.public_name if resolved.public_name.isprintable() else ""
-        name = served_model_name or found_name or _ALIAS
-        # Hashed: it may hold the path of a directory, which is not for clients.
-        identity = hashlib.sha256(f"{resolved.identify()} {quantization}".encode()).hexdigest()[:16]
-        with explain_out_of_memory(
-            "The KV cache and the prefix cache do not fit into memory; lower --max_batch_size or --prefix_cache_mb."
-        ):
-            app = build_app(
-                model,
-                tokenizer,
-                name,
-                api_key=api_key,
-                identity=identity,
-                is_private=is_private,
-                is_post_trained=resolved.is_post_trained,
-                allowed_origins=origins,
-                pooling=pooling,
-                **options,
-            )
-        if api_key is None and not is_private:
-            log.warning(
-                "Everyone who can reach this machine can use the model, because there is no API key. Set --api_key, or "
-                "leave out --host."
-            )
-        if ip_address.is_unspecified:  # all addresses: a browser cannot open 0.0.0.0 or ::
-            host = "127.0.0.1" if ip_address.version == 4 else "::1"
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        place = f"{url}/v1 and on all other addresses of this machine" if ip_address.is_unspecified else f"{url}/v1"
-        print(f"Serving {found_name or resolved.name} on {place}. Ctrl-C stops the server.", flush=True)
-        print(f"Model name for clients: {name}", flush=True)
-        print(f"Page to try it: {url}/", flush=True)
-        config = uvicorn.Config(
-            app, http=RequestTimeout, log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_SECONDS + 2
-        )
-        _Server(config, app.state.scheduler).run(sockets=[listener])
-
-
-class _Server(uvicorn.Server):
-    """Ends open responses by an error that clients understand, before uvicorn cancels them."""
-
-    def __init__(self, config: uvicorn.Config, scheduler: Scheduler) -> None:
-        super().__init__(config)
-        self._scheduler = scheduler
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        async def close() -> None:
-            await asyncio.sleep(_SHUTDOWN_SECONDS)
-            await asyncio.to_thread(self._scheduler.close)
-
-        closing = asyncio.create_task(close())
-        await super().shutdown(sockets)
-        closing.cancel()

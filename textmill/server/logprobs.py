@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lm.inference.completion import TextStream
-from lm.inference.engine import Generation
+from lm.inference.generation_request import Generation
 from lm.tokenizer.text_tokenizer import TextTokenizer
 
 _MIN_LOGPROB = -9999.0  # OpenAI's value for "impossible"; JSON has no infinity

@@ -19,7 +19,8 @@ from textmill.server.structured_output import AnswerPlan
 class GenerationResponse:
     """The response to a request: its choices, generated side by side. Create it in an event loop.
 
-    Raises ApiError if the model's context is too short for a prompt and its completion.
+    Raises ApiError if a prompt and its completion are longer than ``context_length``, the model's context or, if it
+    ``is_limited``, the server's.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class GenerationResponse:
         speculative_tokens: int,
         plan: AnswerPlan,
         cuts_at_context: bool = False,
+        is_limited: bool = False,
     ) -> None:
         self.request = request
         self._count, self._generated_count = request.n or 1, request.completions_per_prompt  # for each prompt
@@ -51,15 +53,13 @@ class GenerationResponse:
         self._loop, self._updates = asyncio.get_running_loop(), asyncio.Queue[Update]()
         seed = random.randrange(1 << 63) if request.seed is None else request.seed
         repeated_prompts = [prompt for prompt in prompts for _ in range(self._generated_count)]
+        limits = [
+            _max_tokens(request, len(prompt), context_length, cuts_at_context, is_limited)
+            for prompt in repeated_prompts
+        ]
         self.choices = [
-            Choice(
-                self._settings,
-                index,
-                prompt,
-                _max_tokens(request, len(prompt), context_length, cuts_at_context),
-                (seed + index) % (1 << 63),
-            )
-            for index, prompt in enumerate(repeated_prompts)
+            Choice(self._settings, index, prompt, limit, (seed + index) % (1 << 63))
+            for index, (prompt, limit) in enumerate(zip(repeated_prompts, limits, strict=True))
         ]
         self._header = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -153,7 +153,11 @@ class GenerationResponse:
 
 
 def _max_tokens(
-    request: CompletionRequest | ChatRequest, prompt_tokens: int, context_length: int, cuts_at_context: bool
+    request: CompletionRequest | ChatRequest,
+    prompt_tokens: int,
+    context_length: int,
+    cuts_at_context: bool,
+    is_limited: bool,
 ) -> int:
     """Return the maximum number of tokens to generate.
 
@@ -168,7 +172,8 @@ def _max_tokens(
         max_tokens = max(1, min(max_tokens, free_tokens))
     if free_tokens < (1 if max_tokens is None else max_tokens):
         requested = f" and {max_tokens} more are requested" if max_tokens else ""
-        message = f"The prompt has {prompt_tokens} tokens{requested}; the model's context has {context_length}."
+        limit = "this server takes at most" if is_limited else "the model's context has"
+        message = f"The prompt has {prompt_tokens} tokens{requested}; {limit} {context_length}."
         room = {"max_tokens": free_tokens} if free_tokens > 0 else {}  # not OpenAI's; textmill's clients read it
         raise ApiError(400, message, "messages" if is_chat else "prompt", "context_length_exceeded", **room)
     if max_tokens is None:

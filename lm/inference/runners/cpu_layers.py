@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.inference.config import Quantization
+from lm.inference.kv_cache import PAGE_TOKENS
 from lm.inference.runners.torch_runner import DecodeAttention
 from lm.kernels.decode import norm_attention, small_batch_matmul
 from lm.kernels.decode.norm_attention import AttentionLayer, CacheArrays
@@ -220,12 +221,20 @@ class CpuAttention(MultiHeadSelfAttention):
         """Queries, keys and values (B, 1, (H + 2 G) K) → (B, 1, H K). The keys and values enter the cache."""
         batch_size, kv_heads, head_dim = len(qkv), self.shape.kv_heads, self.shape.head_dim
         out = torch.empty((batch_size, 1, self.shape.heads * head_dim))
-        keys, values, length = cached.keys_RGSK, cached.values_RGSK, cached.keys_RGSK.shape[2]
-        rows, positions = np.arange(batch_size), cached.positions_B.numpy()
-        arrays = CacheArrays(flat_array(keys), flat_array(values), batch_size, length, rows, positions)
-        bytes_read = 2 * batch_size * kv_heads * cached.max_position * head_dim * keys.itemsize
+        keys, values, pages_BM = cached.keys_GPCK, cached.values_GPCK, cached.pages_BM
+        arrays = CacheArrays(
+            flat_array(keys),
+            flat_array(values),
+            keys.shape[1],
+            flat_array(pages_BM),
+            pages_BM.shape[1],
+            np.arange(batch_size),
+            cached.positions_B.numpy(),
+        )
+        num_keys = pages_BM.shape[1] * PAGE_TOKENS
+        bytes_read = 2 * batch_size * kv_heads * num_keys * head_dim * keys.itemsize
         threads = torch.get_num_threads() if bytes_read > _MIN_BYTES_FOR_THREADS else 1
-        scratch = np.empty((threads, 2 * head_dim + cached.max_position + 4), np.float32)
+        scratch = np.empty((threads, norm_attention.count_scratch(self.shape, pages_BM.shape[1])), np.float32)
         flat_qkv, flat_out = flat_array(qkv.float()), flat_array(out)
         bounds = zip(_split_evenly(batch_size * kv_heads, threads), scratch, strict=True)
         jobs = [(self.shape, arrays, flat_qkv, *part, own, flat_out) for part, own in bounds]

@@ -23,7 +23,7 @@ from lm.inference.runners.cpu_layers import (
 from lm.inference.runners.torch_runner import TorchRunner
 from lm.kernels.decode import fused_step
 from lm.kernels.decode.fused_step import Network, Step
-from lm.kernels.decode.norm_attention import CacheArrays
+from lm.kernels.decode.norm_attention import CacheArrays, count_scratch
 from lm.model.norm import RMSNorm
 from lm.model.transformer import TransformerLM
 
@@ -102,7 +102,7 @@ class CpuRunner(TorchRunner):
             **{name: np.empty(self.max_tokens * size, np.float32) for name, size in sizes.items()},
         )
         normed = np.empty((num_threads, self.max_tokens * network.d_model), np.float32)
-        scratch = np.empty((num_threads, 2 * attention.head_dim + cache.keys.shape[3] + 4), np.float32)
+        scratch = np.empty((num_threads, count_scratch(attention, cache.page_table.shape[1])), np.float32)
         self._threads = list(zip(normed, scratch, strict=True))
 
     def decode(self, inputs_2B: Tensor, max_position: int) -> Tensor:
@@ -144,9 +144,16 @@ class CpuRunner(TorchRunner):
         step = self._step._replace(tokens=len(ids_N), has_logits=has_logits)
         step.progress.fill(0)
         self._rows(step.x, len(ids_N))[:] = self.model.token_embeddings(ids_N)
-        keys, values = self.cache.keys, self.cache.values
-        _, num_rows, _, length, _ = keys.shape
-        cache = CacheArrays(flat_array(keys), flat_array(values), num_rows, length, rows_N.numpy(), positions_N.numpy())
+        keys, values, page_table = self.cache.keys, self.cache.values, self.cache.page_table
+        cache = CacheArrays(
+            flat_array(keys),
+            flat_array(values),
+            keys.shape[2],
+            flat_array(page_table),
+            page_table.shape[1],
+            rows_N.numpy(),
+            positions_N.numpy(),
+        )
         jobs: list[tuple[Any, ...]] = [(self._network, cache, step, *own) for own in self._threads]
         futures = [thread_pool().submit(fused_step.run_step, *job) for job in jobs[1:]]
         fused_step.run_step(*jobs[0])

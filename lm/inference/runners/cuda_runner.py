@@ -1,8 +1,9 @@
 """The runner for NVIDIA GPUs: decode steps as CUDA graphs, of Triton kernels for a small batch.
 
 Launching kernels one by one takes longer than computing a few rows. A graph has fixed shapes, so the numbers of rows
-and keys are rounded up to powers of two. The extra keys are masked. The extra rows are free rows of the cache; their
-content does not matter. The Triton kernels, five to eight a layer, are in :mod:`lm.inference.runners.decode_triton`.
+and keys are rounded up to powers of two. The extra keys are masked. The extra rows have page 0, which belongs to no
+sequence; their content does not matter. The Triton kernels, five to eight a layer, are in
+:mod:`lm.inference.runners.decode_triton`.
 
 Shapes: B sequences, D d_model, H query heads, G key and value heads, K head_dim, V vocabulary.
 """
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lm.inference.kv_cache import KVCache
+from lm.inference.kv_cache import PAGE_TOKENS, KVCache
 from lm.inference.runners.torch_runner import TorchRunner
 from lm.model.attention import MultiHeadSelfAttention
 from lm.model.config import ModelConfig
@@ -81,7 +82,8 @@ class CudaRunner(TorchRunner):
 
     def __init__(self, model: TransformerLM, cache: KVCache) -> None:
         super().__init__(model, cache)
-        _, self._rows, _, self._length, _ = cache.keys.shape
+        self._rows, self._row_pages = cache.page_table.shape
+        self._pages = torch.zeros_like(cache.page_table)  # of the sequences, then page 0
         self._inputs = torch.zeros(2, self._rows, dtype=torch.int64, device=cache.keys.device)
         layers: Any = model.layers
         self._triton_step = TritonStep(model, cache) if isinstance(layers[0].ffn, JoinedSwiGLU) else None
@@ -92,8 +94,10 @@ class CudaRunner(TorchRunner):
         """Return logits (B, V) of one new token in each of the first B rows. The next call overwrites them."""
         count = inputs_2B.shape[1]
         rows = min(next_power_of_two(count), self._rows)
-        keys = min(max(_MIN_KEYS, next_power_of_two(max_position + 1)), self._length)
-        self._inputs[:, :count] = inputs_2B
+        keys = min(max(_MIN_KEYS, next_power_of_two(max_position + 1)), self._row_pages * PAGE_TOKENS)
+        # Extra rows have position 0: one of an earlier step may lie beyond the keys.
+        self._inputs[:, :count], self._inputs[:, count:rows] = inputs_2B, 0
+        self._pages[:count], self._pages[count:rows] = self.cache.page_table[:count], 0
         with torch.cuda.device_of(self._inputs):
             if (rows, keys) not in self._graphs:
                 self._graphs[rows, keys] = self._capture(rows, keys)
@@ -102,10 +106,10 @@ class CudaRunner(TorchRunner):
         return logits[:count]
 
     def _compute(self, rows: int, keys: int) -> Tensor:
-        inputs_2B = self._inputs[:, :rows]
+        inputs_2B, pages_BM = self._inputs[:, :rows], self._pages[:rows]
         if self._triton_step is not None and rows <= self._triton_step.max_rows:
-            return self._triton_step(inputs_2B, keys - 1)
-        return super().decode(inputs_2B, keys - 1)
+            return self._triton_step(inputs_2B, pages_BM, keys - 1)
+        return self.decode_pages(inputs_2B, pages_BM, keys - 1)
 
     def _capture(self, rows: int, keys: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         side_stream = torch.cuda.Stream()
@@ -122,10 +126,10 @@ class CudaRunner(TorchRunner):
 
 
 class TritonStep:
-    """Computes one new token in each of the first B ≤ ``max_rows`` rows of ``cache``, for a model with joined layers.
+    """Computes one new token in each of B ≤ ``max_rows`` sequences in ``cache``, for a model with joined layers.
 
-    The result is that of :meth:`TorchRunner.decode`, with fewer roundings to the dtype of the weights. With several
-    rows, tensor cores would round float32 to TF32, so in float32 ``max_rows`` is 1.
+    The result is that of :meth:`TorchRunner.decode_pages`, with fewer roundings to the dtype of the weights. With
+    several rows, tensor cores would round float32 to TF32, so in float32 ``max_rows`` is 1.
     """
 
     def __init__(self, model: TransformerLM, cache: KVCache) -> None:
@@ -138,7 +142,8 @@ class TritonStep:
         self._attention = {
             "eps": config.norm_eps,
             "scale": head_dim**-0.5,
-            "length": cache.keys.shape[3],
+            "num_pages": cache.keys.shape[2],
+            "row_pages": cache.page_table.shape[1],
             "heads": config.num_heads,
             "kv_heads": config.kv_heads,
             "HEAD_DIM": head_dim,
@@ -146,11 +151,15 @@ class TritonStep:
             "HAS_NORM": config.qk_norm,
             "HAS_ROPE": rope is not None,
             "SPLIT_KEYS": self._split_keys,
+            "PAGE_TOKENS": PAGE_TOKENS,
             "num_warps": 8,
         }
 
-    def __call__(self, inputs_2B: Tensor, max_position: int) -> Tensor:
-        """Return logits (B, V), float32; ``inputs_2B`` are ids and positions, at most ``max_position``."""
+    def __call__(self, inputs_2B: Tensor, pages_BM: Tensor, max_position: int) -> Tensor:
+        """Return logits (B, V), float32.
+
+        ``inputs_2B`` are ids and positions, at most ``max_position``; ``pages_BM`` are as wide as the page table.
+        """
         ids_B, positions_B = inputs_2B
         if len(ids_B) > self.max_rows:
             raise ValueError(f"{len(ids_B)} rows are more than {self.max_rows}")
@@ -160,7 +169,7 @@ class TritonStep:
         for layer, keys, values in zip(layers, self._cache.keys, self._cache.values, strict=True):
             attn, ffn = layer.attn, layer.ffn
             qkv = matmul(x_BD, attn.qkv, norm_weight=layer.ln1.weight, eps=eps, bias=attn.qkv_bias)
-            attended = self._attend(attn, qkv, keys, values, positions_B, max_position)
+            attended = self._attend(attn, qkv, keys, values, pages_BM, positions_B, max_position)
             x_BD = matmul(attended, attn.output_proj.weight, residual=x_BD)
             hidden = matmul(x_BD, ffn.w1_w3, norm_weight=layer.ln2.weight, eps=eps, is_gated=True)
             x_BD = matmul(hidden, ffn.w2.weight, residual=x_BD)
@@ -169,7 +178,14 @@ class TritonStep:
         return model.cap_logits(logits_BV)
 
     def _attend(
-        self, layer: Any, qkv: Tensor, keys: Tensor, values: Tensor, positions_B: Tensor, max_position: int
+        self,
+        layer: Any,
+        qkv: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        pages_BM: Tensor,
+        positions_B: Tensor,
+        max_position: int,
     ) -> Tensor:
         """Queries, keys and values (B, (H + 2 G) K) → (B, H K). The keys and values enter the cache."""
         rows, heads, head_dim = len(qkv), self._model.config.num_heads, self._model.config.resolved_head_dim
@@ -178,7 +194,16 @@ class TritonStep:
         target = out if splits == 1 else qkv.new_empty(rows, heads, splits, head_dim + 2, dtype=torch.float32)
         norms = [norm.weight if isinstance(norm, RMSNorm) else qkv for norm in (layer.q_norm, layer.k_norm)]
         _kernels().attend[rows * heads, splits](
-            qkv, keys, values, positions_B, *self._angles, *norms, target, **self._attention, IS_WHOLE=splits == 1
+            qkv,
+            keys,
+            values,
+            pages_BM,
+            positions_B,
+            *self._angles,
+            *norms,
+            target,
+            **self._attention,
+            IS_WHOLE=splits == 1,
         )
         if splits > 1:
             sizes = {name: self._attention[name] for name in ("HEAD_DIM", "PADDED_HEAD_DIM")}
@@ -260,10 +285,12 @@ def _works(device: torch.device, dtype: torch.dtype) -> bool:
         _kernels()
         with torch.cuda.device_of(model.head_weight), torch.inference_mode():
             join_layers(model)
-            step = TritonStep(model, KVCache(config, 2, config.context_length, device, dtype))
+            cache = KVCache(config, 2, config.context_length, device, dtype)
+            step = TritonStep(model, cache)
             for rows in {1, min(2, step.max_rows)}:
+                inputs, pages = torch.zeros(2, rows, dtype=torch.int64, device=device), cache.page_table[:rows]
                 for last in (0, config.context_length - 1):  # in one split, and in several
-                    step(torch.zeros(2, rows, dtype=torch.int64, device=device), last).sum().item()
+                    step(inputs, pages, last).sum().item()
     except ModuleNotFoundError:
         return False
     except Exception as error:  # of many kinds: Triton compiles C, and the GPU may lack an instruction or memory

@@ -99,13 +99,14 @@ def _rotate(x_ptr, norm_ptr, cos_ptr, sin_ptr, i, mask, eps, HEAD_DIM, HAS_NORM:
 
 @triton.jit
 def attend(
-    qkv_ptr, keys_ptr, values_ptr, positions_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, out_ptr, eps, scale,
-    length, heads, kv_heads,
+    qkv_ptr, keys_ptr, values_ptr, pages_ptr, positions_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, out_ptr, eps,
+    scale, num_pages, row_pages, heads, kv_heads,
     HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr, PAGE_TOKENS: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Attend from a query to a split of the keys of its row. The split with the new token also stores its key and
-    value.
+    value. Keys and values are (kv_heads, num_pages, PAGE_TOKENS, head_dim); ``pages`` (rows, row_pages) are those of
+    each row.
 
     The last axis of ``qkv`` is the queries, keys and values of all heads. ``out`` receives the attention (rows, heads,
     head_dim) if one split has all keys. Else it receives, for :func:`combine_splits`, the weighted sum of values, the
@@ -127,9 +128,9 @@ def attend(
     new_k = _rotate(key_ptr, k_norm_ptr, cos_ptr, sin_ptr, i, is_inside, eps, HEAD_DIM, HAS_NORM, HAS_ROPE)
     new_k = new_k.to(keys_ptr.dtype.element_ty)
     new_v = tl.load(key_ptr + kv_heads * HEAD_DIM + i, mask=is_inside, other=0.0)
-    base = (row * kv_heads + kv_head).to(tl.int64) * length * HEAD_DIM
     key = split * SPLIT_KEYS + tl.arange(0, SPLIT_KEYS)
-    places = base + key[:, None] * HEAD_DIM + i[None, :]
+    page = tl.load(pages_ptr + row * row_pages + key // PAGE_TOKENS, mask=key <= position, other=0)
+    places = ((kv_head * num_pages + page) * PAGE_TOKENS + key % PAGE_TOKENS)[:, None] * HEAD_DIM + i[None, :]
     is_old = (key < position)[:, None] & is_inside[None, :]
     is_new = (key == position)[:, None] & is_inside[None, :]
     k = tl.load(keys_ptr + places, mask=is_old, other=0.0)

@@ -1,20 +1,20 @@
 """The reference runner: torch's operators, on any device and for any model.
 
-Shapes: B sequences, R rows of the cache, T new tokens of a sequence, N new tokens of all, S keys, H query heads,
-G key and value heads, K head_dim, D d_model, V vocabulary.
+Shapes: B sequences, T new tokens of a sequence, N new tokens of all, S keys, P pages of the cache, C tokens of a page,
+M pages of a sequence, H query heads, G key and value heads, K head_dim, D d_model, V vocabulary.
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.inference.kv_cache import KVCache, Tokens
-from lm.model.attention import AttentionFunction
+from lm.inference.kv_cache import PAGE_TOKENS, KVCache, Tokens, count_pages
 from lm.model.ops.causal_attention import causal_attention
 from lm.model.transformer import TransformerLM
 
@@ -29,9 +29,14 @@ class TorchRunner:
 
     def decode(self, inputs_2B: Tensor, max_position: int) -> Tensor:
         """Return logits (B, V) of one new token in each of the first B rows."""
+        return self.decode_pages(inputs_2B, self.cache.page_table[: inputs_2B.shape[1]], max_position)
+
+    def decode_pages(self, inputs_2B: Tensor, pages_BM: Tensor, max_position: int) -> Tensor:
+        """Return logits (B, V) of one new token in each of B sequences with these pages."""
         ids_B, positions_B = inputs_2B
+        pages_BM = pages_BM[:, : count_pages(max_position + 1)].contiguous()
         layers = zip(self.cache.keys, self.cache.values, strict=True)
-        attention = [DecodeAttention(*layer, positions_B, max_position) for layer in layers]
+        attention = [DecodeAttention(*layer, pages_BM, positions_B) for layer in layers]
         hidden_B1D = self.model.hidden_states(ids_B[:, None], positions_B[:, None], attention)
         return self.model.logits(hidden_B1D.squeeze(1))
 
@@ -40,14 +45,12 @@ class TorchRunner:
         lengths, device = [len(new) for new in tokens], self.cache.keys.device
         longest = max(lengths)
         ids_BT = torch.tensor([[*new, *[0] * (longest - len(new))] for new in tokens], device=device)
-        rows_B = torch.tensor(rows, device=device)
-        if any(starts):
-            positions_BT = torch.tensor(starts, device=device)[:, None] + torch.arange(longest, device=device)
-            attention = _suffix_attention(self.cache, rows_B, positions_BT, torch.tensor(lengths, device=device))
-            last_position = self.model.config.context_length - 1  # of padding, whose result is not used
-            hidden_BTD = self.model.hidden_states(ids_BT, positions_BT.clamp(max=last_position), attention)
-        else:  # whole sequences have a faster attention
-            hidden_BTD = self.model.hidden_states(ids_BT, None, _prefill_attention(self.cache, rows_B))
+        new = _NewTokens.create(self.cache, rows, starts, lengths)
+        layers = zip(self.cache.keys, self.cache.values, strict=True)
+        attend = _attend_suffix if any(starts) else _attend_whole  # whole sequences have a faster attention
+        last_position = self.model.config.context_length - 1  # of padding, whose result is not used
+        positions_BT = new.positions_BT.clamp(max=last_position)
+        hidden_BTD = self.model.hidden_states(ids_BT, positions_BT, [partial(attend, new, *layer) for layer in layers])
         return [hidden_TD[:length] for hidden_TD, length in zip(hidden_BTD, lengths, strict=True)]
 
     def sampling_context(self, batch_size: int) -> AbstractContextManager[None]:
@@ -55,65 +58,100 @@ class TorchRunner:
         return nullcontext()
 
 
+def gather_pages(stored_GPCK: Tensor, pages_BM: Tensor) -> Tensor:
+    """Return a copy of the keys or values (B, G, M C, K) of sequences."""
+    return stored_GPCK[:, pages_BM].transpose(0, 1).flatten(2, 3)
+
+
 @dataclass(frozen=True)
 class DecodeAttention:
-    """A layer's attention for one new token in each of the first B rows of the cache.
+    """A layer's attention for one new token of each of B sequences.
 
-    ``keys_RGSK`` and ``values_RGSK`` are the layer's cache. The new tokens are at ``positions_B``; the maximum is
-    ``max_position``. :mod:`lm.inference.runners.cpu_layers` computes the same with CPU kernels.
+    ``keys_GPCK`` and ``values_GPCK`` are the layer's cache, ``pages_BM`` the first pages of each sequence, contiguous.
+    The new tokens are at ``positions_B``. :mod:`lm.inference.runners.cpu_layers` computes the same with CPU kernels.
     """
 
-    keys_RGSK: Tensor
-    values_RGSK: Tensor
+    keys_GPCK: Tensor
+    values_GPCK: Tensor
+    pages_BM: Tensor
     positions_B: Tensor
-    max_position: int
 
     def __call__(self, q_BH1K: Tensor, k_BG1K: Tensor, v_BG1K: Tensor) -> Tensor:
         """Store the new keys and values, and return the attention (B, H, 1, K)."""
-        device, count = q_BH1K.device, len(q_BH1K)
-        rows_B = torch.arange(count, device=device)
-        self.keys_RGSK[rows_B, :, self.positions_B] = k_BG1K.squeeze(-2)
-        self.values_RGSK[rows_B, :, self.positions_B] = v_BG1K.squeeze(-2)
-        keys_BGSK, values_BGSK = (x[:count, :, : self.max_position + 1] for x in (self.keys_RGSK, self.values_RGSK))
-        mask_B11S = torch.arange(self.max_position + 1, device=device) <= self.positions_B[:, None, None, None]
+        count = len(q_BH1K)
+        page_B = self.pages_BM.gather(1, self.positions_B[:, None] // PAGE_TOKENS).squeeze(1)
+        place_B = self.positions_B % PAGE_TOKENS
+        self.keys_GPCK[:, page_B, place_B] = k_BG1K.squeeze(-2).transpose(0, 1)
+        self.values_GPCK[:, page_B, place_B] = v_BG1K.squeeze(-2).transpose(0, 1)
+        keys_BGSK, values_BGSK = (gather_pages(x, self.pages_BM) for x in (self.keys_GPCK, self.values_GPCK))
+        positions_S = torch.arange(keys_BGSK.shape[2], device=q_BH1K.device)
+        mask_B11S = positions_S <= self.positions_B[:, None, None, None]
         # The queries that share a key and value head are one more axis: no copy of the keys for each head.
         grouped_q = q_BH1K.view(count, k_BG1K.shape[1], -1, q_BH1K.shape[-1])
         return F.scaled_dot_product_attention(grouped_q, keys_BGSK, values_BGSK, mask_B11S).view(q_BH1K.shape)
 
 
-def _prefill_attention(cache: KVCache, rows_B: Tensor) -> list[AttentionFunction]:
-    """Return each layer's attention for whole sequences (B, T), which fills ``rows_B`` of the cache."""
+@dataclass(frozen=True)
+class _NewTokens:
+    """New tokens (B, T) of sequences, some of them padding, and their places in a cache."""
 
-    def attend(keys_RGSK: Tensor, values_RGSK: Tensor, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-        keys_RGSK[rows_B, :, : k_BGTK.shape[-2]] = k_BGTK
-        values_RGSK[rows_B, :, : k_BGTK.shape[-2]] = v_BGTK
-        return causal_attention(q_BHTK, k_BGTK, v_BGTK)
+    positions_BT: Tensor
+    pages_BM: Tensor
+    """The pages of each sequence, up to the last new token."""
+    index_N: tuple[Tensor, Tensor]
+    """The new tokens that are no padding: in B and in T."""
+    places_N: tuple[Tensor, Tensor]
+    """Their pages, and their places in these."""
+    run: slice | None
+    """The pages, if there is one sequence and they follow each other in memory."""
 
-    return [partial(attend, *layer) for layer in zip(cache.keys, cache.values, strict=True)]
+    @classmethod
+    def create(cls, cache: KVCache, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> Self:
+        device = cache.keys.device
+        rows_B, starts_B, lengths_B = (torch.tensor(numbers, device=device) for numbers in (rows, starts, lengths))
+        steps_T = torch.arange(max(lengths), device=device)
+        batch_N, step_N = (steps_T < lengths_B[:, None]).nonzero(as_tuple=True)
+        positions_N = starts_B[batch_N] + step_N
+        num_pages = count_pages(max(start + length for start, length in zip(starts, lengths, strict=True)))
+        pages_BM = cache.page_table[rows_B, :num_pages]
+        places_N = pages_BM[batch_N, positions_N // PAGE_TOKENS], positions_N % PAGE_TOKENS
+        pages, run = cache.pages(rows[0])[:num_pages], None
+        if len(rows) == 1 and pages and pages == [*range(pages[0], pages[0] + num_pages)]:
+            run = slice(pages[0], pages[0] + num_pages)
+        return cls(starts_B[:, None] + steps_T, pages_BM, (batch_N, step_N), places_N, run)
+
+    def store(self, stored_GPCK: Tensor, new_BGTK: Tensor) -> None:
+        """Store the new keys or values of a layer."""
+        (page_N, place_N), (batch_N, step_N) = self.places_N, self.index_N
+        stored_GPCK[:, page_N, place_N] = new_BGTK[batch_N, :, step_N].transpose(0, 1)
+
+    def gather(self, stored_GPCK: Tensor) -> Tensor:
+        """Return the keys or values (B, G, S, K) of a layer, as a view if they follow each other."""
+        if self.run is None:
+            return gather_pages(stored_GPCK, self.pages_BM)
+        return stored_GPCK[:, self.run].flatten(1, 2)[None]
 
 
-def _suffix_attention(
-    cache: KVCache, rows_B: Tensor, positions_BT: Tensor, lengths_B: Tensor
-) -> list[AttentionFunction]:
-    """Return each layer's attention for tokens at ``positions_BT`` that continue sequences in ``rows_B`` of the cache.
+def _attend_whole(
+    new: _NewTokens, keys_GPCK: Tensor, values_GPCK: Tensor, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor
+) -> Tensor:
+    """Return the attention of sequences from their beginning. Their keys and values enter the cache."""
+    new.store(keys_GPCK, k_BGTK)
+    new.store(values_GPCK, v_BGTK)
+    return causal_attention(q_BHTK, k_BGTK, v_BGTK)
 
-    Of each sequence the first of ``lengths_B`` enter the cache; the others are padding.
-    """
-    steps_T = torch.arange(positions_BT.shape[1], device=positions_BT.device)
-    batch_N, step_N = (steps_T < lengths_B[:, None]).nonzero(as_tuple=True)
-    rows_N, positions_N = rows_B[batch_N], positions_BT[batch_N, step_N]
-    num_keys = int(positions_N.max()) + 1
-    key_positions_S = torch.arange(num_keys, device=positions_BT.device)
 
-    def attend(keys_RGSK: Tensor, values_RGSK: Tensor, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-        keys_RGSK[rows_N, :, positions_N] = k_BGTK[batch_N, :, step_N]
-        values_RGSK[rows_N, :, positions_N] = v_BGTK[batch_N, :, step_N]
-        keys_BGSK, values_BGSK = keys_RGSK[rows_B, :, :num_keys], values_RGSK[rows_B, :, :num_keys]
-        has_groups = q_BHTK.shape[1] > k_BGTK.shape[1]
-        outputs = []
-        for q, positions in zip(q_BHTK.split(_QUERY_BLOCK, -2), positions_BT.split(_QUERY_BLOCK, -1), strict=True):
-            mask = key_positions_S <= positions[:, None, :, None]  # (B, 1, block, S)
-            outputs.append(F.scaled_dot_product_attention(q, keys_BGSK, values_BGSK, mask, enable_gqa=has_groups))
-        return torch.cat(outputs, -2)
-
-    return [partial(attend, *layer) for layer in zip(cache.keys, cache.values, strict=True)]
+def _attend_suffix(
+    new: _NewTokens, keys_GPCK: Tensor, values_GPCK: Tensor, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor
+) -> Tensor:
+    """Return the attention of tokens that continue sequences. Their keys and values enter the cache."""
+    new.store(keys_GPCK, k_BGTK)
+    new.store(values_GPCK, v_BGTK)
+    keys_BGSK, values_BGSK = new.gather(keys_GPCK), new.gather(values_GPCK)
+    positions_S = torch.arange(keys_BGSK.shape[2], device=keys_BGSK.device)
+    has_groups = q_BHTK.shape[1] > k_BGTK.shape[1]
+    outputs = []
+    for q, positions in zip(q_BHTK.split(_QUERY_BLOCK, -2), new.positions_BT.split(_QUERY_BLOCK, -1), strict=True):
+        mask = positions_S <= positions[:, None, :, None]  # (B, 1, block, S)
+        outputs.append(F.scaled_dot_product_attention(q, keys_BGSK, values_BGSK, mask, enable_gqa=has_groups))
+    return torch.cat(outputs, -2)

@@ -3,7 +3,8 @@
 Torch needs many operators for this little work, and calling them takes longer than the work. Arrays are flat. The
 references are :mod:`lm.model.attention` and :mod:`lm.model.norm`.
 
-N new tokens, H query heads, K head_dim. A *token head* is a new token and one of its key and value heads.
+N new tokens, H query heads, K head_dim. A *token head* is a new token and one of its key and value heads. Keys and
+values are in pages of 16 tokens.
 """
 
 import math
@@ -11,10 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lm.kernels.decode.page_operations import PAGE_TOKENS, add_page, score_page
 from lm.kernels.jit import Floats, Int64s, Stored, fastmath_helper, fastmath_kernel
 from lm.kernels.simd import float_of_bits, prefetch, read, read_float, write, write_float
 
-_PREFETCH_KEYS = 16  # how many keys ahead to prefetch
+_PAGE = np.int64(PAGE_TOKENS)
 ZERO, ONE = np.int64(0), np.int64(1)  # not literals: numba would compile a helper for each value
 
 
@@ -31,12 +33,13 @@ class AttentionLayer(NamedTuple):
 
 
 class CacheArrays(NamedTuple):
-    """Keys and values of one layer, or of several."""
+    """Keys and values of one layer, or of several, and the pages of sequences."""
 
-    keys: Stored  # (layers, num_rows, kv_heads, length, K)
+    keys: Stored  # (layers, kv_heads, num_pages, 16, K)
     values: Stored
-    num_rows: int
-    length: int
+    num_pages: int
+    page_table: Int64s  # (rows, row_pages)
+    row_pages: int
     rows: Int64s  # (N,): of the new tokens
     positions: Int64s  # (N,): of the new tokens in their rows
 
@@ -113,70 +116,76 @@ def exp(x: np.float32) -> np.float32:
 
 
 @fastmath_helper
-def _score_keys(cache: CacheArrays, base: int, position: int, head_dim: int, scratch: Floats) -> np.float32:
-    """Write the scores of the query ``scratch[:K]`` and keys 0 to ``position`` to ``scratch[2 K:]``.
+def _page_start(layer: AttentionLayer, number: int, cache: CacheArrays, token: int, page: int, kv_head: int) -> int:
+    """Return the index of the first key of a page of a token's sequence; ``page`` counts from its beginning."""
+    at = read(cache.page_table, cache.rows[token] * cache.row_pages + page)
+    return ((number * layer.kv_heads + kv_head) * cache.num_pages + at) * _PAGE * layer.head_dim
 
-    The keys start at ``base``. Returns the largest score. Computes four at a time; those after ``position`` repeat it.
-    """
-    keys, scores = cache.keys, 2 * head_dim
-    scale = np.float32(1 / math.sqrt(head_dim))
-    largest = np.float32(-np.inf)
-    for key in range(0, position + 1, 4):
-        at = base + key * head_dim
-        bt = base + min(key + 1, position) * head_dim
-        ct = base + min(key + 2, position) * head_dim
-        dt = base + min(key + 3, position) * head_dim
-        a = b = c = d = np.float32(0)
-        for i in range(head_dim):
-            x = read(scratch, i)
-            a += x * read_float(keys, at + i)
-            b += x * read_float(keys, bt + i)
-            c += x * read_float(keys, ct + i)
-            d += x * read_float(keys, dt + i)
-        # Main memory is too slow without prefetching: some keys ahead, of this head or the next, and these values.
-        ahead = key + _PREFETCH_KEYS
-        ahead_at = base + (ahead if ahead <= position else cache.length + ahead - position - 1) * head_dim
-        for i in range(0, 4 * head_dim, 16):
-            prefetch(keys, ahead_at + i)
-            prefetch(cache.values, at + i)
-        write(scratch, scores + key, a * scale)
-        write(scratch, scores + key + 1, b * scale)
-        write(scratch, scores + key + 2, c * scale)
-        write(scratch, scores + key + 3, d * scale)
-        largest = max(largest, max(max(a, b), max(c, d)) * scale)
-    return largest
+
+@fastmath_helper
+def _prefetch(stored: Stored, start: int, size: int) -> None:
+    """Prefetch a page. If it comes after the last one in memory, the CPU does that by itself, and faster."""
+    for i in range(start, start + size, 64 // stored.itemsize):
+        prefetch(stored, i)
+
+
+@fastmath_helper
+def _score_keys(
+    layer: AttentionLayer, number: int, cache: CacheArrays, token: int, kv_head: int, scratch: Floats
+) -> None:
+    """Write the scores of a token's queries of a group and keys 0 to its position; see :func:`attend`."""
+    head_dim, last_page = layer.head_dim, cache.positions[token] // _PAGE
+    group, num_used = layer.heads // layer.kv_heads, cache.positions[token] % _PAGE + 1
+    largest = 2 * group * head_dim
+    for head in range(group):
+        write(scratch, largest + head, np.float32(-np.inf))
+    size = _PAGE * head_dim
+    start = first = _page_start(layer, number, cache, token, ZERO, kv_head)
+    for page in range(last_page + 1):
+        next_start = _page_start(layer, number, cache, token, min(page + 1, last_page), kv_head)
+        if page == last_page:
+            _prefetch(cache.values, first, size)
+        elif next_start != start + size:
+            _prefetch(cache.keys, next_start, size)
+        count = num_used if page == last_page else _PAGE
+        for head in range(group):
+            place = largest + group + (head * (last_page + 1) + page) * _PAGE
+            found = score_page(cache.keys, start, scratch, head * head_dim, head_dim, count, scratch, place)
+            write(scratch, largest + head, max(found, read(scratch, largest + head)))
+        start = next_start
 
 
 @fastmath_helper
 def _sum_values(
-    values: Stored, base: int, position: int, head_dim: int, largest: np.float32, scratch: Floats
-) -> np.float32:
-    """Write the sum of values 0 to ``position``, weighted by exp(score − largest), to ``scratch[K : 2 K]``.
-
-    Returns the sum of the weights. The scores are in ``scratch[2 K:]`` and are overwritten.
-    """
-    weights = 2 * head_dim
-    total = np.float32(0)
-    for key in range(position + 1):
-        weight = exp(read(scratch, weights + key) - largest)
-        write(scratch, weights + key, weight)
-        total += weight
-    for key in range(position + 1, position + 4):
-        write(scratch, weights + key, np.float32(0))
-    for i in range(head_dim):
-        write(scratch, head_dim + i, np.float32(0))
-    for key in range(0, position + 1, 4):
-        at = base + key * head_dim
-        bt = base + min(key + 1, position) * head_dim
-        ct = base + min(key + 2, position) * head_dim
-        dt = base + min(key + 3, position) * head_dim
-        a, b = read(scratch, weights + key), read(scratch, weights + key + 1)
-        c, d = read(scratch, weights + key + 2), read(scratch, weights + key + 3)
-        for i in range(head_dim):
-            value = read(scratch, head_dim + i) + a * read_float(values, at + i) + b * read_float(values, bt + i)
-            value += c * read_float(values, ct + i) + d * read_float(values, dt + i)
-            write(scratch, head_dim + i, value)
-    return total
+    layer: AttentionLayer, number: int, cache: CacheArrays, token: int, kv_head: int, scratch: Floats
+) -> None:
+    """Write the sums of values 0 to the position, weighted by exp(score − largest), and the sums of the weights."""
+    head_dim, last_page = layer.head_dim, cache.positions[token] // _PAGE
+    group, num_used = layer.heads // layer.kv_heads, cache.positions[token] % _PAGE + 1
+    sums, largest = group * head_dim, 2 * group * head_dim
+    for i in range(sums, largest):
+        write(scratch, i, np.float32(0))
+    for head in range(group):
+        weights, shift = largest + group + head * (last_page + 1) * _PAGE, read(scratch, largest + head)
+        total = np.float32(0)
+        for at in range(weights, weights + cache.positions[token] + 1):
+            weight = exp(read(scratch, at) - shift)
+            write(scratch, at, weight)
+            total += weight
+        write(scratch, largest + head, total)
+    size = _PAGE * head_dim
+    start = first = _page_start(layer, number, cache, token, ZERO, kv_head)
+    for page in range(last_page + 1):
+        next_start = _page_start(layer, number, cache, token, min(page + 1, last_page), kv_head)
+        if page == last_page:
+            _prefetch(cache.keys, first + cache.num_pages * size, size)  # of the next head
+        elif next_start != start + size:
+            _prefetch(cache.values, next_start, size)
+        count = num_used if page == last_page else _PAGE
+        for head in range(group):
+            place = largest + group + (head * (last_page + 1) + page) * _PAGE
+            add_page(cache.values, start, scratch, place, count, head_dim, scratch, sums + head * head_dim)
+        start = next_start
 
 
 @fastmath_helper
@@ -186,17 +195,11 @@ def store_kv(layer: AttentionLayer, number: int, cache: CacheArrays, qkv: Floats
     token, kv_head = token_head // kv_heads, token_head % kv_heads
     position, start = cache.positions[token], token * (heads + 2 * kv_heads) * head_dim
     key, value = start + (heads + kv_head) * head_dim, start + (heads + kv_heads + kv_head) * head_dim
-    place = _first_key(layer, number, cache, token, kv_head) + position * head_dim
+    page = _page_start(layer, number, cache, token, position // _PAGE, kv_head)
+    place = page + position % _PAGE * head_dim
     _rotate_head(layer, qkv, key, 2 * number + ONE, position, cache.keys, place)
     for i in range(head_dim):
         write_float(cache.values, place + i, read(qkv, value + i))
-
-
-@fastmath_helper
-def _first_key(layer: AttentionLayer, number: int, cache: CacheArrays, token: int, kv_head: int) -> int:
-    """Return the index of the first key of a token's sequence."""
-    row = number * cache.num_rows + cache.rows[token]
-    return (row * layer.kv_heads + kv_head) * cache.length * layer.head_dim
 
 
 @fastmath_helper
@@ -208,13 +211,19 @@ def attend_head(
     group = heads // kv_heads
     token, kv_head = token_head // kv_heads, token_head % kv_heads
     position, start = cache.positions[token], token * (heads + 2 * kv_heads) * head_dim
-    base = _first_key(layer, number, cache, token, kv_head)
-    for head in range(kv_head * group, (kv_head + 1) * group):
-        _rotate_head(layer, qkv, start + head * head_dim, 2 * number, position, scratch, ZERO)
-        largest = _score_keys(cache, base, position, head_dim, scratch)
-        total = _sum_values(cache.values, base, position, head_dim, largest, scratch)
+    first = kv_head * group
+    for head in range(group):
+        _rotate_head(layer, qkv, start + (first + head) * head_dim, 2 * number, position, scratch, head * head_dim)
+    scale = np.float32(1 / math.sqrt(head_dim))
+    for i in range(group * head_dim):
+        write(scratch, i, read(scratch, i) * scale)
+    _score_keys(layer, number, cache, token, kv_head, scratch)
+    _sum_values(layer, number, cache, token, kv_head, scratch)
+    for head in range(group):
+        total = read(scratch, 2 * group * head_dim + head)
         for i in range(head_dim):
-            write(out, (token * heads + head) * head_dim + i, read(scratch, head_dim + i) / total)
+            value = read(scratch, (group + head) * head_dim + i) / total
+            write(out, (token * heads + first + head) * head_dim + i, value)
 
 
 @fastmath_kernel
@@ -224,8 +233,14 @@ def attend(
     """Store the new keys and values in the cache, and write the attention of the new queries to ``out`` (N, H, K).
 
     ``qkv`` (N, H + 2 kv_heads, K) holds queries, keys and values of tokens of different rows. Computes the token
-    heads ``first`` to ``last``. ``scratch`` has 2 K + 3 entries and one per key.
+    heads ``first`` to ``last``. ``scratch`` has the size of :func:`count_scratch`: for the queries that share a key and
+    value head, the queries, the sums of values, the largest scores or the sums of weights, and the scores or weights.
     """
     for token_head in range(first, last):
         store_kv(layer, ZERO, cache, qkv, token_head)
         attend_head(layer, ZERO, cache, qkv, token_head, scratch, out)
+
+
+def count_scratch(layer: AttentionLayer, row_pages: int) -> int:
+    """Return the number of entries that :func:`attend` needs for sequences of up to ``row_pages`` pages."""
+    return layer.heads // layer.kv_heads * (2 * layer.head_dim + 1 + row_pages * PAGE_TOKENS)

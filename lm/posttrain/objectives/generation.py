@@ -10,7 +10,8 @@ from lm.data.chat_template import encode_chat_prompt, find_end_ids
 from lm.data.dialogs import Message
 from lm.inference.completion import Completion
 from lm.inference.config import SampleConfig
-from lm.inference.engine import Generation, generate
+from lm.inference.engine import generate
+from lm.inference.generation_request import Generation
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig

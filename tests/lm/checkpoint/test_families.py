@@ -11,7 +11,8 @@ import torch
 
 from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
 from lm.inference.config import SampleConfig
-from lm.inference.engine import Generation, generate
+from lm.inference.engine import generate
+from lm.inference.generation_request import Generation
 from lm.model.config import ModelConfig, MoEConfig
 from lm.model.transformer import TransformerLM
 from tests.helpers.llamas import assert_same_logits, assert_same_weights

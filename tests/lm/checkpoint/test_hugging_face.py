@@ -18,7 +18,8 @@ from lm.checkpoint.meta import load_meta
 from lm.common.errors import UserError
 from lm.inference.completion import encode_prompt
 from lm.inference.config import SampleConfig
-from lm.inference.engine import Generation, generate
+from lm.inference.engine import generate
+from lm.inference.generation_request import Generation
 from lm.model.config import ModelConfig, MoEConfig
 from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.tokenizer import Tokenizer

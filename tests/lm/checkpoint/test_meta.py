@@ -11,7 +11,8 @@ import torch
 from lm.checkpoint.meta import load_meta
 from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
-from lm.inference.engine import Generation, generate
+from lm.inference.engine import generate
+from lm.inference.generation_request import Generation
 from lm.inference.runners.runner import prepare_for_inference
 from lm.model.transformer import TransformerLM
 from tests.helpers.checkpoints import Payload

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lm.hardware.memory import machine_memory
+from lm.hardware.memory import free_memory, machine_memory
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -47,3 +47,15 @@ def test_the_limit_of_the_own_group_and_its_parents_counts(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{megabytes << 20}\n")
     assert machine_memory(tmp_path / "cgroups", tmp_path / "membership") == 3 << 20
+
+
+def test_free_memory_is_what_neither_this_process_nor_others_have(tmp_path: Path) -> None:
+    meminfo, statm = tmp_path / "meminfo", tmp_path / "statm"
+    total, page_bytes = machine_memory(), os.sysconf("SC_PAGE_SIZE")
+    assert free_memory(meminfo, statm) == total, "files that are not there"
+    statm.write_text("900 3 1 1 0 1 0")
+    assert free_memory(meminfo, statm) == total - 3 * page_bytes
+    meminfo.write_text("MemTotal: 99 kB\nMemFree: 5 kB\nMemAvailable:     7 kB\nBuffers: 1 kB\n")
+    assert free_memory(meminfo, statm) == 7 * 1024
+    statm.write_text(f"900 {total} 1")
+    assert free_memory(meminfo, statm) == 0

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from lm.inference.completion import TextGeneration
 from lm.inference.config import SampleConfig
 from lm.inference.constraints import ConstraintCompiler, ConstraintError
-from lm.inference.engine import Engine, Generation, generate
+from lm.inference.engine import Engine, generate
+from lm.inference.generation_request import Generation
 from lm.inference.grammars import Grammar
 from lm.inference.sampler import LogitEdits
 from lm.inference.scheduler import Scheduler

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
-from lm.inference.engine import Engine, Generation, generate, stream
+from lm.inference.engine import Engine, generate, stream
+from lm.inference.generation_request import Generation
 from lm.inference.sampler import LogitEdits
 from lm.model.transformer import TransformerLM
 from tests.helpers.examples import examples
@@ -98,7 +99,7 @@ def test_half_a_context_is_computed_again_when_it_is_full() -> None:
     while engine.active:
         engine.step()
     # The 17th token and each ninth after it begin a window: tokens 17, 26, 35, 44, 53.
-    assert engine.prefill.num_computed == 2 + 5 * 8
+    assert engine.num_prefilled_tokens == 2 + 5 * 8
     assert generation.window_start == 53 - 8
 
 

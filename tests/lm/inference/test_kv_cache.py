@@ -1,6 +1,6 @@
 """With the prefix cache, generation computes less and has the same results."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
-from lm.inference.engine import Engine, Generation, generate
-from lm.inference.kv_cache import BLOCK_TOKENS, PrefixCache
+from lm.inference.engine import Engine, generate
+from lm.inference.generation_request import Generation
+from lm.inference.kv_cache import PAGE_TOKENS, page_bytes
+from lm.inference.prefix_cache import PrefixCache
 from lm.inference.runners.runner import prepare_for_inference
 from lm.model.transformer import TransformerLM
 from tests.helpers.examples import examples
@@ -29,9 +31,18 @@ _MODELS = {name: make_model(context_length=CONTEXT, **options).eval() for name, 
 
 
 def block_bytes(model: TransformerLM) -> int:
-    with pytest.raises(UserError, match="too small: 16 tokens of this model take") as refused:
-        PrefixCache(model.config, 1, torch.device("cpu"), torch.float32)
-    return int(str(refused.value).split(" take ")[1].split(".")[0].replace(",", ""))
+    return page_bytes(model.config, torch.float32, has_hidden=True)
+
+
+def test_a_cache_that_is_too_small_is_refused() -> None:
+    model = _MODELS["plain"]
+    size = block_bytes(model)
+    with pytest.raises(
+        UserError, match=f"A prefix cache of 1 bytes is too small: 16 tokens of this model take {size:,}"
+    ):
+        Engine(model, 1, prefix_cache_bytes=1)
+    with pytest.raises(UserError, match=r"A KV cache of 99 bytes is too small.*Give it more\."):
+        Engine(model, 1, kv_bytes=99)
 
 
 def make_engine(model: TransformerLM, rows: int = 3, blocks: int = 64) -> Engine:
@@ -87,7 +98,7 @@ def test_long_and_many_prompts_are_computed_in_parts(monkeypatch: pytest.MonkeyP
     run(engine, ours)
     assert [generation.ids for generation in ours] == [generation.ids for generation in expected]
     assert sum(generation.num_cached_tokens > 0 for generation in ours) >= 4
-    assert max(size for size in batches if size != len(long)) <= 71, "a prompt is never divided, but several are"
+    assert max(batches) <= 50, "tokens of a chunk"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -129,8 +140,8 @@ def longest_shared_beginning(tokens: list[int], earlier: list[list[int]]) -> int
     best = 0
     for other in earlier:
         count = 0
-        while tokens[: count + BLOCK_TOKENS] == other[: count + BLOCK_TOKENS] and count + BLOCK_TOKENS < len(tokens):
-            count += BLOCK_TOKENS
+        while tokens[: count + PAGE_TOKENS] == other[: count + PAGE_TOKENS] and count + PAGE_TOKENS < len(tokens):
+            count += PAGE_TOKENS
         best = max(best, count)
     return best
 
@@ -144,10 +155,10 @@ def test_all_that_fits_is_reused(sequence: Any) -> None:
     for parts, count in sequence:
         prompt = build_prompt(parts, earlier[-1] if earlier else [])
         generation = Generation(prompt, count, GREEDY)
-        before = engine.prefill.num_computed
+        before = engine.num_prefilled_tokens
         run(engine, [generation])
         assert generation.num_cached_tokens == longest_shared_beginning(prompt, earlier)
-        assert engine.prefill.num_computed - before == len(prompt) - generation.num_cached_tokens
+        assert engine.num_prefilled_tokens - before == len(prompt) - generation.num_cached_tokens
         earlier.append([*prompt, *generation.ids][: -1 if generation.ids else None])
 
 
@@ -158,7 +169,7 @@ def test_prompts_that_arrive_together_share_their_beginning() -> None:
     generations = [Generation([*shared, n, n], 0, wants_prompt_logprobs=True) for n in range(4)]
     engine = make_engine(model, rows=4)
     run(engine, generations)
-    assert engine.prefill.num_computed == 52 + 3 * (52 - 48)
+    assert engine.num_prefilled_tokens == 52 + 3 * (52 - 48)
     assert [generation.num_cached_tokens for generation in generations] == [0, 48, 48, 48]
     expected = [Generation([*shared, n, n], 0, wants_prompt_logprobs=True) for n in range(4)]
     generate(model, expected)
@@ -237,7 +248,7 @@ def test_sequences_beyond_the_context_are_not_stored() -> None:
     plain = Generation([1] * 90, 20, GREEDY)
     generate(model, [plain])
     assert long.ids == plain.ids
-    assert len(cached(engine)) == 90 // BLOCK_TOKENS
+    assert len(cached(engine)) == 90 // PAGE_TOKENS
 
 
 @pytest.mark.parametrize("prepare", [TransformerLM.eval, prepare_for_inference], ids=["plain", "prepared"])
@@ -279,15 +290,17 @@ def test_blocks_whose_copy_failed_are_not_served(
     engine = make_engine(model)
 
     class FullMemory:
-        def __iter__(self) -> Iterator[torch.Tensor]:
+        def __setitem__(self, place: Any, value: Any) -> None:
             raise torch.OutOfMemoryError
 
-    first, beside, again, expected = (Generation([5] * 40, count, GREEDY) for count in (4, 9, 9, 9))
+    first, again, expected = (Generation([5] * 40, count, GREEDY) for count in (4, 9, 9))
+    scored = Generation([5] * 40, 9, GREEDY, wants_prompt_logprobs=True)
     with monkeypatch.context() as patch:
-        patch.setattr(engine._prefix_cache, "_kv", FullMemory())
-        run(engine, [first, beside])
+        patch.setattr(engine._cache, "hidden", FullMemory())
+        run(engine, [first])
     assert "failed to store a sequence" in caplog.text
+    run(engine, [scored])
     run(engine, [again])
     generate(model, [expected])
-    assert again.num_cached_tokens == 0
-    assert beside.ids == again.ids == expected.ids and first.ids == expected.ids[:4]
+    assert (scored.num_cached_tokens, again.num_cached_tokens) == (0, 32)
+    assert scored.ids == again.ids == expected.ids and first.ids == expected.ids[:4]

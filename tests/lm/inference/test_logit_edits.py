@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm.inference.config import SampleConfig
-from lm.inference.engine import Generation, generate
+from lm.inference.engine import generate
+from lm.inference.generation_request import Generation
 from lm.inference.sampler import LogitEditor, LogitEdits
 from tests.helpers.examples import examples
 from tests.helpers.generating import make_model

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from lm.inference.completion import TextGeneration, TextStream
 from lm.inference.config import SampleConfig
 from lm.inference.constraints import Constraint, ConstraintCompiler
-from lm.inference.engine import Generation, generate
+from lm.inference.engine import generate
+from lm.inference.generation_request import Generation
 from lm.inference.grammars import Grammar
 from lm.inference.sampler import LogitEdits, Sampler
 from lm.model.transformer import TransformerLM

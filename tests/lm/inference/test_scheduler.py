@@ -9,7 +9,8 @@ import pytest
 
 from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
-from lm.inference.engine import Generation, generate, stream
+from lm.inference.engine import generate, stream
+from lm.inference.generation_request import Generation
 from lm.inference.scheduler import QueueFull, Scheduler
 from lm.model.transformer import TransformerLM
 from tests.helpers.generating import make_model
@@ -176,7 +177,8 @@ def run_with_failures(
     for generation in generations:
         generation.wants_logprobs = generation.wants_prompt_logprobs = True
     scheduler = Scheduler(model, max_batch_size=3, max_waiting=3)
-    owner = scheduler._engine._runner if name in ("decode", "extend") else scheduler._engine
+    engine = scheduler._engine
+    owner = {"decode": engine._runner, "extend": engine._runner, "_score": engine._prefill}.get(name, engine)
     compute = getattr(owner, name)
 
     def fail(*arguments: Any) -> Any:
@@ -206,7 +208,7 @@ def assert_same_as_alone(model: TransformerLM, generation: Generation) -> None:
     ("name", "fails"),
     [
         ("extend", lambda rows, suffixes, starts: any(len(suffix) > 9 for suffix in suffixes)),
-        ("_score_prompt", lambda generation, hidden, tokens: len(tokens) > 9),
+        ("_score", lambda job, hidden: len(job.tokens) > 9),
         ("decode", lambda inputs, last: inputs.shape[1] == 3),
         ("_sample", lambda logits, generations: False),
     ],

@@ -6,7 +6,8 @@ from collections.abc import Generator, Iterator
 import pytest
 
 from lm.inference.config import SampleConfig
-from lm.inference.engine import Generation, generate
+from lm.inference.engine import generate
+from lm.inference.generation_request import Generation
 from lm.inference.scheduler import QueueFull, Scheduler, SchedulerClosed
 from tests.helpers.generating import make_model
 

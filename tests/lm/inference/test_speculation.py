@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from lm.inference.completion import complete
 from lm.inference.config import SampleConfig
-from lm.inference.engine import Engine, Generation, generate, stream
+from lm.inference.engine import Engine, generate, stream
+from lm.inference.generation_request import Generation
 from lm.inference.runners.runner import prepare_for_inference
 from lm.inference.sampler import LogitEdits
 from lm.inference.speculation import PromptLookup

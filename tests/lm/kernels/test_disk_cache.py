@@ -194,7 +194,8 @@ def test_another_pattern_and_wider_ids_are_compiled_ahead_of_time(copy: Path, tm
 PIPELINE = """
 from pathlib import Path
 from lm.tokenizer.bpe import train_bpe
-from lm.inference.engine import Generation, generate
+from lm.inference.engine import generate
+from lm.inference.generation_request import Generation
 from lm.inference.runners.runner import prepare_for_inference
 from lm.kernels.jit import KERNELS
 from lm.compile_kernels import run_groups

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lm.inference.config import SampleConfig
-from lm.inference.engine import Generation, generate
+from lm.inference.engine import generate
+from lm.inference.generation_request import Generation
 from lm.model import functional
 from lm.model.config import ModelConfig, MoEConfig
 from lm.model.flops import flops_per_token, parameter_count

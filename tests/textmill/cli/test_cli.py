@@ -21,7 +21,8 @@ from flows.prefect_support.signals import STOPPED_MESSAGE, Terminated
 from lm.checkpoint.hugging_face import load_hugging_face
 from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
-from lm.inference.engine import Generation, generate
+from lm.inference.engine import generate
+from lm.inference.generation_request import Generation
 from lm.model.config import MoEConfig
 from lm.text.demo_corpus import demo_stories
 from tasks.runs.models import RunModel, resolve_model

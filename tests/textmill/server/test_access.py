@@ -131,7 +131,7 @@ def test_the_command_is_private_on_a_loopback_address_without_a_key(monkeypatch:
         found.append(options["is_private"])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("textmill.server.app.build_app", record)
+    monkeypatch.setattr("textmill.server.listener.build_app", record)
     for arguments in ([], ["--host", "localhost"], ["--host", "0.0.0.0"], ["--api-key", "a"]):
         main(["serve", "--port", "0", *arguments])
     assert found == [True, True, False, False]
@@ -147,7 +147,7 @@ def test_clients_are_told_no_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         found.append(options["identity"])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("textmill.server.app.build_app", record)
+    monkeypatch.setattr("textmill.server.listener.build_app", record)
     for arguments in (["one"], ["one"], ["two"], ["one", "--quantize", "bfloat16"]):
         main(["serve", "--port", "0", "--model", str(tmp_path / arguments[0]), *arguments[1:]])
     assert found[0] == found[1] and len({*found}) == 3
@@ -289,7 +289,7 @@ def test_the_command_takes_the_key_from_an_option_or_the_environment(
         keys.append((options["api_key"], options["max_requests_per_client"]))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("textmill.server.app.build_app", record)
+    monkeypatch.setattr("textmill.server.listener.build_app", record)
     main(["serve", "--port", "0"])
     main(["serve", "--port", "0", "--api-key", "a", "--max-requests-per-client", "3"])
     monkeypatch.setenv("TEXTMILL_API_KEY", "b")

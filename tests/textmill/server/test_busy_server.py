@@ -154,15 +154,15 @@ def test_a_stopped_server_ends_open_responses_by_an_error(number: int) -> None:
     code = """
 import time
 from flows.prefect_support.signals import handle_termination
-from textmill.server import app
+from textmill.server import listener
 from lm.inference.engine import Engine
 from tests.helpers.generating import LoadedModel, make_model
 from tests.helpers.tokenizers import bytes_tokenizer
 handle_termination()
-app._SHUTDOWN_SECONDS = 1
-Engine.step = lambda engine: time.sleep(0.1)  # no generation ever ends
+listener._SHUTDOWN_SECONDS = 1
+Engine.decode = lambda engine: time.sleep(0.1)  # no generation ever ends
 model = LoadedModel(make_model(257, 64).eval(), bytes_tokenizer(["<|endoftext|>"]))
-app.serve(model, "127.0.0.1", 0, "cpu", max_batch_size=2)
+listener.serve(model, "127.0.0.1", 0, "cpu", max_batch_size=2)
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout and process.stderr

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 
 from lm.data.chat_template import add_chat_tokens, encode_chat_prompt
 from lm.inference.chat_format import PLAIN_NOTICE
-from lm.inference.engine import Generation
+from lm.inference.generation_request import Generation
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.generating import LoadedModel, fixed_model, make_model
@@ -156,4 +156,4 @@ def test_a_cache_that_is_too_large_is_explained(
     monkeypatch.setattr(app, "Scheduler", fail)
     monkeypatch.setattr(tools, "resolve_model", lambda *_: LoadedModel(make_model(TEMPLATE.size, 8), TEMPLATE))
     assert main(["serve", "--port", "0"]) == 2
-    assert "lower --max_batch_size or --prefix_cache_mb. (900 GiB)" in capsys.readouterr().err
+    assert "lower --kv_memory. (900 GiB)" in capsys.readouterr().err

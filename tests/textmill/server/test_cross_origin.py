@@ -112,7 +112,7 @@ def test_the_command_passes_the_origins(monkeypatch: pytest.MonkeyPatch, capsys:
         found.append(options["allowed_origins"])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("textmill.server.app.build_app", record)
+    monkeypatch.setattr("textmill.server.listener.build_app", record)
     main(["serve", "--port", "0"])
     main(["serve", "--port", "0", "--allowed-origins", ORIGIN, "https://APP.example.com:443", "http://localhost:3000"])
     main(["serve", "--port", "0", "--allowed_origins", "*"])

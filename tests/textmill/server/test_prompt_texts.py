@@ -7,7 +7,7 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 
-from lm.inference.engine import Generation
+from lm.inference.generation_request import Generation
 from lm.tokenizer.chat_settings import ChatSettings
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.generating import fixed_model, make_model

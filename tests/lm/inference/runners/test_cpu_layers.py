@@ -1,5 +1,6 @@
 """The layers for CPUs equal the model's layers, also with weights of 8 or 16 bits."""
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from lm.model.linear import Linear
 from lm.model.norm import RMSNorm
 from lm.model.rope import RotaryEmbedding
 from tests.helpers.examples import examples
+from tests.helpers.generating import random_cache
 from tests.helpers.tensors import dequantize
 
 
@@ -81,18 +83,19 @@ def test_attention_kernel_equals_the_layer(
             projection.bias.normal_()
     layer.output_proj.weight.copy_(torch.eye(heads * width))  # leaves the attention's output unchanged
     x = torch.randn(rows, 1, heads * width).to(dtype)
-    keys, values = torch.randn(2, rows + 1, kv_heads, length, width).to(dtype)
     positions = torch.randint(length, (rows,))
-    caches = [DecodeAttention(keys.clone(), values.clone(), positions, int(positions.max())) for _ in range(2)]
+    stored = random_cache(config, rows + 1, length, dtype=dtype)
+    caches = [stored, copy.deepcopy(stored)]
+    attention = [DecodeAttention(x.keys[0], x.values[0], x.page_table[:rows].contiguous(), positions) for x in caches]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lm.inference.runners.cpu_layers._MIN_BYTES_FOR_THREADS", 0 if is_threaded else 1 << 40)
         patch.setattr("torch.get_num_threads", lambda: 3)
-        out = CpuAttention(layer, LowPrecisionLinear).attend(torch.cat(layer.project(x), -1), caches[0])
-    expected = layer(x, positions[:, None], caches[1])
+        out = CpuAttention(layer, LowPrecisionLinear).attend(torch.cat(layer.project(x), -1), attention[0])
+    expected = layer(x, positions[:, None], attention[1])
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(caches[0].keys_RGSK, caches[1].keys_RGSK, rtol=tolerance, atol=tolerance)
-    assert caches[0].values_RGSK.equal(caches[1].values_RGSK)
+    torch.testing.assert_close(caches[0].keys, caches[1].keys, rtol=tolerance, atol=tolerance)
+    assert caches[0].values.equal(caches[1].values)
 
 
 @examples(60)

@@ -20,7 +20,7 @@ from lm.kernels.decode import fused_step
 from lm.model.config import ModelConfig, MoEConfig
 from lm.model.transformer import TransformerLM
 from tests.helpers.examples import examples
-from tests.helpers.generating import make_model
+from tests.helpers.generating import make_model, random_cache
 
 LENGTH = 30
 
@@ -33,13 +33,6 @@ def random_model(dtype: torch.dtype = torch.float32, **options: Any) -> Transfor
     return model
 
 
-def random_cache(config: ModelConfig, rows: int, dtype: torch.dtype = torch.float32) -> KVCache:
-    cache = KVCache(config, rows, LENGTH, torch.device("cpu"), dtype)
-    cache.keys.normal_()
-    cache.values.normal_()
-    return cache
-
-
 def random_inputs(config: ModelConfig, rows: int) -> Tensor:
     """Ids and positions."""
     return torch.stack([torch.randint(config.vocab_size or 1, (rows,)), torch.randint(LENGTH, (rows,))])
@@ -48,7 +41,7 @@ def random_inputs(config: ModelConfig, rows: int) -> Tensor:
 def check(model: TransformerLM, prepared: TransformerLM, rows: int, tolerance: float) -> None:
     """Compare logits and cache of two steps."""
     config = model.config
-    expected_cache = random_cache(config, rows + 1)
+    expected_cache = random_cache(config, rows + 1, LENGTH)
     cache = copy.deepcopy(expected_cache)
     reference, runner = TorchRunner(model, expected_cache), CpuRunner(prepared, cache)
     for _ in range(2):
@@ -102,7 +95,7 @@ def test_several_tokens_of_a_row(
     """The first number of each row is where the tokens begin, the second is how many there are."""
     torch.manual_seed(seed)
     model = random_model(d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=48)
-    cache = random_cache(model.config, 5)
+    cache = random_cache(model.config, 5, LENGTH)
     other_cache = copy.deepcopy(cache)
     rows, starts = list(suffixes), [start for start, _ in suffixes.values()]
     tokens = [tuple(torch.randint(50, (length,)).tolist()) for _, length in suffixes.values()]
@@ -153,7 +146,7 @@ def test_bfloat16_is_as_close_as_torch(qk_norm: bool) -> None:
     torch.manual_seed(0)
     model = random_model(torch.bfloat16, d_model=128, num_layers=3, num_heads=2, d_ff=256, qk_norm=qk_norm)
     wide = copy.deepcopy(model).float()
-    caches = [random_cache(model.config, 4, torch.bfloat16)]
+    caches = [random_cache(model.config, 4, LENGTH, dtype=torch.bfloat16)]
     caches.append(copy.deepcopy(caches[0]))
     exact_cache = copy.deepcopy(caches[0])
     exact_cache.keys, exact_cache.values = exact_cache.keys.float(), exact_cache.values.float()
@@ -188,7 +181,7 @@ def test_each_thread_alone_completes_the_step(begins: bool, monkeypatch: pytest.
 def test_the_number_of_phases() -> None:
     """All of them are used: the last one is the head."""
     model = prepare_for_inference(random_model(d_model=32, num_layers=2, num_heads=2, d_ff=48))
-    runner = CpuRunner(model, random_cache(model.config, 1))
+    runner = CpuRunner(model, random_cache(model.config, 1, LENGTH))
     runner.decode(random_inputs(model.config, 1), LENGTH - 1)
     progress = runner._step.progress.reshape(-1, 2)
     assert len(progress) == 2 * fused_step.PHASES_PER_LAYER + 1

@@ -10,18 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lm.inference.kv_cache import KVCache
 from lm.inference.runners.cuda_runner import TritonStep, _works, can_use_triton, join_layers, matmul
 from lm.inference.runners.torch_runner import TorchRunner
 from lm.model.transformer import TransformerLM
 from tests.helpers.examples import examples
-from tests.helpers.generating import make_model
+from tests.helpers.generating import make_model, random_cache
 from tests.helpers.gpus import compile_for_gpus
 
 pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="the extra triton is not installed")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LENGTH = 12
+LENGTH = 36  # three pages
 SHAPE: dict[str, Any] = {"context_length": LENGTH, "d_ff": 24, "num_layers": 1}
 VARIANTS: list[dict[str, Any]] = [
     {"num_layers": 2},
@@ -32,26 +31,19 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-def random_caches(model: TransformerLM, rows: int, dtype: torch.dtype) -> list[KVCache]:
-    caches = [KVCache(model.config, rows, LENGTH, torch.device(DEVICE), dtype) for _ in range(2)]
-    for cache in caches:
-        cache.keys.normal_(generator=torch.Generator(DEVICE).manual_seed(1))
-        cache.values.normal_(generator=torch.Generator(DEVICE).manual_seed(2))
-    return caches
-
-
 def check(model: TransformerLM, positions: list[int], tolerance: float, dtype: torch.dtype = torch.float32) -> None:
     """Compare logits and caches with those of the torch runner in float64."""
     model = model.to(DEVICE, dtype).requires_grad_(False)
     exact_model = copy.deepcopy(model).double()
-    cache, exact = random_caches(model, len(positions) + 1, dtype)
+    cache = random_cache(model.config, len(positions) + 1, LENGTH, DEVICE, dtype)
+    exact = copy.deepcopy(cache)
     exact.keys, exact.values = exact.keys.double(), exact.values.double()
     ids = torch.arange(len(positions), device=DEVICE) * 7 % (model.config.vocab_size or 1)
     inputs = torch.stack([ids, torch.tensor(positions, device=DEVICE)])
     with torch.inference_mode():
         expected = TorchRunner(exact_model, exact).decode(inputs, max(positions))
         join_layers(model)
-        logits = TritonStep(model, cache)(inputs, max(positions))
+        logits = TritonStep(model, cache)(inputs, cache.page_table[: len(positions)], max(positions))
     assert logits.dtype == torch.float32
     assert_near(logits, expected, tolerance)
     assert_near(cache.keys, exact.keys, tolerance)

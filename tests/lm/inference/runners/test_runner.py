@@ -8,7 +8,8 @@ import torch
 
 from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
-from lm.inference.engine import Generation, generate
+from lm.inference.engine import generate
+from lm.inference.generation_request import Generation
 from lm.inference.runners.cpu_layers import quantize
 from lm.inference.runners.runner import prepare_for_inference
 from lm.model.config import MoEConfig
