@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lm.common.errors import UserError, did_you_mean
 from lm.hardware.device import explain_out_of_memory
+from lm.model.adapter import adapted_layers, trained_state
 from lm.model.config import ModelConfig
 from lm.model.rope import RotaryEmbedding
 from lm.model.transformer import TransformerLM
@@ -98,11 +99,12 @@ def is_plain_tensor(value: Any) -> bool:
 def load_weights(model: nn.Module, weights: Any, name: str, assign: bool = False) -> None:
     """Load the state dict ``weights`` into ``model``; with ``assign``, the tensors become the parameters.
 
-    Raises UserError with ``name`` and the first missing, unknown or misfitting parameter, before anything is loaded.
+    Of a model with an adapter, ``weights`` are those of :func:`lm.model.adapter.trained_state`. Raises UserError with
+    ``name`` and the first missing, unknown or misfitting parameter, before anything is loaded.
     """
     if not is_state_dict(weights):
         raise UserError(f"{name} is not a dict of plain tensors by parameter name; save it again as a state dict.")
-    expected = model.state_dict()
+    expected = trained_state(model)
     for key, tensor in expected.items():
         if key not in weights:
             raise UserError(f"{name} has no {key}{did_you_mean(key, weights)}; it belongs to another model config.")
@@ -115,7 +117,7 @@ def load_weights(model: nn.Module, weights: Any, name: str, assign: bool = False
             raise UserError(f"{name} does not fit the model: {key} is {weights[key].dtype}, not {tensor.dtype}.")
     if unknown := weights.keys() - expected.keys():
         raise UserError(f"{name} has {min(unknown)}, but the model config does not know it.")
-    model.load_state_dict(weights, assign=assign)
+    model.load_state_dict(weights, assign=assign, strict=not adapted_layers(model))
 
 
 def create_empty_model(config: ModelConfig, num_tensors: int, name: str) -> TransformerLM:
