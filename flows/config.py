@@ -182,7 +182,7 @@ class PipelineConfig(FlowConfig):
     train: TrainConfig = field(default_factory=TrainConfig)
     """Training of the model."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
-    """A low-rank adapter (LoRA) to train in place of the weights of train.init_from. Off by default."""
+    """A small adapter (LoRA) that is trained on train.init_from. Off by default."""
     sample: SampleConfig = field(default_factory=SampleConfig)
     """Sampling of text from the model."""
     execution: Execution = field(default_factory=Execution)

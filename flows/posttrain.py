@@ -70,7 +70,7 @@ class PosttrainConfig(FlowConfig):
     evaluate: ComparisonConfig = field(default_factory=ComparisonConfig)
     """Comparison of the models before and after."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
-    """A low-rank adapter (LoRA) that each method trains in place of all weights. Off by default."""
+    """A small adapter (LoRA) that each method trains. Off by default."""
     execution: Execution = field(default_factory=Execution)
     """How the work runs on this machine. It never causes a stage to run again."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -69,6 +69,18 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{path} cannot be read: {error}. It must be a complete safetensors file.") from None
+
+
+def map_safetensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, each memory-mapped by itself: its memory is free when it is dropped.
+
+    Raises UserError as :func:`read_safetensors` does.
+    """
+    tensors = {}
+    for name in read_safetensors(path):
+        with safe_open(path, "pt") as file:
+            tensors[name] = file.get_tensor(name)
+    return tensors
 
 
 def refuse_lfs_pointer(path: Path) -> None:

@@ -30,6 +30,7 @@ from lm.checkpoint.safe_load import (
     create_empty_model,
     load_optimizer_states,
     load_weights,
+    map_safetensors,
     read_safetensors,
     read_tensors,
     save_safetensors,
@@ -279,10 +280,13 @@ def _select_rows(shards: list[Tensor], p: nn.Parameter | None, parallel: Paralle
     return rows.view(p.shape) if p is not None and rows.numel() == p.numel() else rows  # a scalar may be saved as a row
 
 
-def _read_weights(directory: Path, description: dict[str, Any], has_scalar_head: bool) -> dict[str, list[Tensor]]:
+def _read_weights(
+    directory: Path, description: dict[str, Any], has_scalar_head: bool, is_mapped: bool = False
+) -> dict[str, list[Tensor]]:
     """Return the shards of each weight. Raises UserError if a file is damaged or the shards have different tensors."""
     names = _shard_names(_weights_stem(description), description["files"])
-    shards = [read_safetensors(directory / name) for name in names]
+    read = map_safetensors if is_mapped else read_safetensors
+    shards = [read(directory / name) for name in names]
     if any(shard.keys() != shards[0].keys() for shard in shards):
         raise UserError(f"The parts of the checkpoint {directory} hold different tensors.")
     weights = {name: [shard[name] for shard in shards] for name in shards[0]}
@@ -305,23 +309,34 @@ def _join_weights(
         raise UserError(f"The parts of the checkpoint {directory} do not fit together: {error}") from None
 
 
-def load_model(directory: Path, device: str | torch.device = "cpu", has_scalar_head: bool = False) -> TransformerLM:
+def load_model(
+    directory: Path,
+    device: str | torch.device = "cpu",
+    has_scalar_head: bool = False,
+    config: ModelConfig | None = None,
+    is_mapped: bool = False,
+) -> TransformerLM:
     """Load the model of a checkpoint directory in evaluation mode, without its scalar head unless ``has_scalar_head``.
 
-    An adapter is fused into its base, which is loaded too. Raises UserError if a checkpoint is missing or damaged, or
-    if a weight is not finite.
+    An adapter is fused into its base, which is loaded too. ``config`` replaces that of the checkpoint, for another
+    context. With ``is_mapped``, on the CPU, the weights of a whole model stay in their files: a caller that converts
+    them has one tensor in memory at a time, and checks that they are finite. Raises UserError if a checkpoint is
+    missing or damaged, or if a weight is not finite.
     """
     description = _require_description(directory)
     try:
-        config = ModelConfig(**description["model"])
+        config = config or ModelConfig(**description["model"])
     except TypeError as error:
         raise UserError(f"The checkpoint {directory} cannot be read: {error}") from None
-    weights = _join_weights(_read_weights(directory, description, has_scalar_head), directory)
+    weights = _join_weights(_read_weights(directory, description, has_scalar_head, is_mapped), directory)
     if "adapter" in description:
         return _load_fused(directory, config, description["adapter"], weights, device, has_scalar_head)
     model = create_empty_model(config, len(weights), str(directory))
     if has_scalar_head:
         model.add_scalar_head()
+    if is_mapped:
+        assign_weights(model, weights, str(directory), device)
+        return model.eval()
     # The files are memory-mapped. One tensor at a time is copied, so that no device holds the weights twice.
     copies = {key: weights.pop(key).to(device, copy=True) for key in list(weights)}
     assign_weights(model, copies, str(directory), device)
@@ -338,16 +353,14 @@ def _load_fused(
     has_scalar_head: bool,
 ) -> TransformerLM:
     """Return the base of the adapter ``weights`` with the adapter fused into it, in float32."""
-    name = str(directory)
-    adapter, digest = read_adapter(about, weights, name)
-    base = load_model(find_base(directory, digest), device).state_dict()
-    model = create_empty_model(config, len(base), name)  # its context may be longer than the base's
-    assign_weights(model, base, name, device)
-    add_adapter(model, adapter)
+    adapter, digest = read_adapter(about, weights, str(directory))
+    model = load_model(find_base(directory, digest), device, config=config)
+    with torch.random.fork_rng(devices=[]):  # the initial matrices are replaced
+        add_adapter(model, adapter)
     if has_scalar_head:
         model.add_scalar_head()
-    check_weights_are_finite(weights, name)
-    load_weights(model, weights, name)
+    check_weights_are_finite(weights, str(directory))
+    load_weights(model, weights, str(directory))
     return fuse_adapter(model.float()).eval()
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lm.common.errors import UserError
 from lm.model.config import AdapterConfig
 from lm.model.linear import Linear
+from lm.model.nf4 import NF4Linear
 from lm.model.ops.matmul import linear
 from lm.model.transformer import TransformerLM
 
@@ -30,12 +31,13 @@ class LoRALinear(nn.Module):
     evaluates in training mode.
     """
 
-    def __init__(self, base: Linear, rank: int, alpha: float, dropout: float = 0.0) -> None:
+    def __init__(self, base: Linear | NF4Linear, rank: int, alpha: float, dropout: float = 0.0) -> None:
         super().__init__()
-        self.base, self.role = base.requires_grad_(False), base.role
+        self.base: Linear | NF4Linear = base.requires_grad_(False)
+        self.role = base.role
         self.scale, self.dropout, self.is_on = alpha / rank, dropout, True
-        out_features, in_features = base.weight.shape
-        device = base.weight.device
+        weight = base.get_buffer("levels") if isinstance(base, NF4Linear) else base.weight
+        (out_features, in_features), device = base.shape, weight.device
         # On the CPU, so that it is the same for any device.
         a_RI = nn.init.kaiming_uniform_(torch.empty(rank, in_features), a=math.sqrt(5))
         self.lora_A = nn.Parameter(a_RI.to(device))
@@ -54,22 +56,28 @@ class LoRALinear(nn.Module):
     def fuse(self) -> Linear:
         """Add the adapter to the weight of ``base``, in float32, and return that layer."""
         change_OI = self.lora_B @ self.lora_A * self.scale
-        self.base.weight.copy_(self.base.weight.float() + change_OI)
-        return self.base
+        base = self.base.dequantize() if isinstance(self.base, NF4Linear) else self.base
+        base.weight.copy_(base.weight.float() + change_OI)
+        return base
 
 
 def add_adapter(model: TransformerLM, config: AdapterConfig) -> TransformerLM:
-    """Freeze ``model``, cast its weights to ``config.dtype``, and put an adapter around each target; return it.
+    """Freeze ``model``, store its weights in ``config.dtype``, and put an adapter around each target; return it.
 
-    The initial matrices depend on torch's generator. Raises UserError for a target that the model does not have.
+    With nf4, the linear layers are quantized, and all else is float32. The initial matrices depend on torch's
+    generator. Raises UserError for a target that the model does not have.
     """
-    layers = choose_targets(model, config.targets)
+    names = [*choose_targets(model, config.targets)]
     model.requires_grad_(False)
-    dtype = getattr(torch, config.dtype)
+    if config.dtype == "nf4":
+        for name, layer in choose_targets(model, []).items():
+            model.set_submodule(name, NF4Linear(layer))
+    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     for parameter in model.parameters():  # the rotary buffers stay float32
-        parameter.data = parameter.data.to(dtype)
-    for name, layer in layers.items():
-        model.set_submodule(name, LoRALinear(layer, config.rank, config.alpha, config.dropout))
+        parameter.data = parameter.data.to(dtype, copy=True)  # it may be mapped from a file
+    for name in names:
+        base = cast(Linear | NF4Linear, model.get_submodule(name))
+        model.set_submodule(name, LoRALinear(base, config.rank, config.alpha, config.dropout))
     return model
 
 
@@ -116,6 +124,9 @@ def fuse_adapter(model: TransformerLM) -> TransformerLM:
     """Add the adapters to the weights, in place, and return ``model``, which is an ordinary one afterwards."""
     for name, layer in adapted_layers(model).items():
         model.set_submodule(name, layer.fuse())
+    for name, module in list(model.named_modules()):
+        if isinstance(module, NF4Linear):
+            model.set_submodule(name, module.dequantize())
     return model.requires_grad_(True)
 
 

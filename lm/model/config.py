@@ -214,8 +214,9 @@ class AdapterConfig(Config, section="adapter"):
     targets: list[str] = field(default_factory=list)
     """Names of the linear layers with an adapter: q_proj, k_proj, v_proj and output_proj of attention, w1, w2 and w3 of
     the feed-forward network. Default: all of them. Routed experts have none."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the model's own weights in training. bfloat16 needs half the memory. The adapter is float32."""
+    dtype: Literal["float32", "bfloat16", "nf4"] = "float32"
+    """Type of the model's own weights in training. bfloat16 needs half the memory. nf4 (QLoRA) stores linear layers in
+    4 bits, and all else in float32. The adapter is float32."""
 
     @property
     def is_on(self) -> bool:

@@ -10,7 +10,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
 from lm.hardware.device import explain_out_of_memory
 from lm.model.moe import MoE
@@ -18,7 +17,7 @@ from lm.model.transformer import TransformerLM
 from lm.posttrain.config import Method
 from lm.posttrain.data import read_example_rows
 from lm.tokenizer.tokenizer import Tokenizer
-from lm.train.frozen_base import FrozenBase, whole_weights
+from lm.train.frozen_base import FrozenBase, load_start, whole_weights
 from lm.train.trainer import Trainer
 from lm.train.training_job import NO_MEMORY_FOR_MODEL, TrainingJob
 
@@ -116,7 +115,7 @@ class PosttrainJob(TrainingJob):
             raise UserError(f"The job has the unknown method {self.method!r}; known are {', '.join(_OBJECTIVES)}.")
         torch.manual_seed(self.config.seed)  # checkpoints hold the state of the generator
         tokenizer = Tokenizer.load(self.tokenizer)
-        model = load_model(Path(self.model), device).train()
+        model = load_start(Path(self.model), device, self.adapter)
         _take_off_capacity(model)
         # The other methods compare probabilities, which dropout changes.
         adapter = self.adapter if self.method in ("sft", "reward_model") else replace(self.adapter, dropout=0.0)

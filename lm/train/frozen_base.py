@@ -6,13 +6,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
 from lm.checkpoint.adapter_base import write_base
-from lm.checkpoint.training_checkpoint import read_description, weights_digest
+from lm.checkpoint.safe_load import check_weights_are_finite
+from lm.checkpoint.training_checkpoint import load_model, read_description, weights_digest
 from lm.common.errors import UserError
 from lm.common.execution import Execution
 from lm.distributed.process_group import get_rank
 from lm.model.adapter import adapted_layers, add_adapter, trained_parameters
-from lm.model.config import AdapterConfig
+from lm.model.config import AdapterConfig, ModelConfig
 from lm.model.transformer import TransformerLM
 
 log = logging.getLogger(__name__)
@@ -28,7 +31,7 @@ class FrozenBase:
 
     @classmethod
     def adapt(cls, model: TransformerLM, checkpoint: Path, adapter: AdapterConfig, max_lr: float) -> Self | None:
-        """Add ``adapter`` to ``model``, which was loaded from ``checkpoint``; None if it is off.
+        """Add ``adapter`` to ``model``, which :func:`load_start` loaded from ``checkpoint``; None if it is off.
 
         Logs the number of trained parameters, and the peak learning rate ``max_lr``. Raises UserError for an unknown
         target, and if the checkpoint is damaged.
@@ -40,6 +43,7 @@ class FrozenBase:
             raise UserError(f"{checkpoint} is not an intact checkpoint.")
         total = sum(parameter.numel() for parameter in model.parameters())
         add_adapter(model, adapter)
+        check_weights_are_finite(model.state_dict(), str(checkpoint))
         trained = sum(parameter.numel() for parameter in trained_parameters(model).values())
         log.info(
             "Training an adapter of rank %d on %d linear layers: %s parameters, %.2f %% of the model's. The learning "
@@ -61,6 +65,17 @@ class FrozenBase:
     def description(self) -> dict[str, Any]:
         """The entry ``adapter`` of a checkpoint's description."""
         return {"adapter": {**asdict(self.adapter), "base": self.digest}}
+
+
+def load_start(
+    checkpoint: Path, device: torch.device, adapter: AdapterConfig, config: ModelConfig | None = None
+) -> TransformerLM:
+    """Load the model that a training starts from, in training mode; ``config`` replaces its own.
+
+    The base of an adapter of fewer bits stays in its files until :meth:`FrozenBase.adapt` converts it.
+    """
+    is_mapped = adapter.is_on and adapter.dtype != "float32" and device.type == "cpu"
+    return load_model(checkpoint, device, config=config, is_mapped=is_mapped).train()
 
 
 def whole_weights(execution: Execution, adapter: AdapterConfig) -> Execution:

@@ -28,7 +28,7 @@ from lm.model.functional import IGNORE_INDEX
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
-from lm.train.frozen_base import FrozenBase, whole_weights
+from lm.train.frozen_base import FrozenBase, load_start, whole_weights
 from lm.train.objective import Objective
 from lm.train.trainer import Trainer
 from lm.train.training_job import NO_MEMORY_FOR_MODEL, TrainingJob
@@ -201,10 +201,13 @@ def make_trainer(
         check_memory(execution, config, model_config, device)
     objective = Pretraining(config, model_config, data, device)
     torch.manual_seed(config.seed)
-    model = TransformerLM(model_config, device=device)
-    if start is not None:
-        load_weights(model, load_model(start, device).state_dict(), str(start))
-    base = FrozenBase.adapt(model, start, adapter, config.max_lr) if start else None
+    if start is not None and adapter.is_on:
+        model = load_start(start, device, adapter, model_config)
+        base = FrozenBase.adapt(model, start, adapter, config.max_lr)
+    else:
+        model, base = TransformerLM(model_config, device=device), None
+        if start is not None:
+            load_weights(model, load_model(start, device).state_dict(), str(start))
     trainer = Trainer(config, model, objective, execution, out, base)
     if base and trainer.balance:
         trainer.balance.freeze_biases()

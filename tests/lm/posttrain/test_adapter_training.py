@@ -42,7 +42,7 @@ def write_adapter_job(directory: Path, method: str, adapter: AdapterConfig = ADA
 
 
 @pytest.mark.parametrize("method", SETTINGS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "nf4"])
 def test_checkpoints_hold_the_adapter_alone(tmp_path: Path, method: str, dtype: Any) -> None:
     job = write_adapter_job(tmp_path, method, replace(ADAPTER, dtype=dtype))
     train_here(PosttrainJob.read(job))
@@ -59,7 +59,7 @@ def test_checkpoints_hold_the_adapter_alone(tmp_path: Path, method: str, dtype: 
     assert model.state_dict().keys() == base.state_dict().keys()
     for name, weight in model.state_dict().items():
         is_adapted = f"{name.removesuffix('weight')}lora_A" in weights
-        before = base.state_dict()[name].to(getattr(torch, dtype)).float()
+        before = base.state_dict()[name].to(torch.bfloat16 if dtype == "bfloat16" else torch.float32).float()
         assert torch.equal(weight, before) != is_adapted
     load_model(checkpoint, has_scalar_head=True) if has_head else None
 

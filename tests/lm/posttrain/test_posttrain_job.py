@@ -98,7 +98,7 @@ def test_a_model_that_does_not_fit_memory_is_a_user_error(tmp_path: Path, monkey
     def fail(*arguments: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr("lm.posttrain.job.load_model", fail)
+    monkeypatch.setattr("lm.train.frozen_base.load_model", fail)
     with pytest.raises(UserError, match=r"before the first step.*CUDA out of memory"):
         train_here(PosttrainJob.read(write_posttrain_job(tmp_path, "sft")))
 
