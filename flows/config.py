@@ -4,7 +4,8 @@ import functools
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, Self, get_args, get_type_hints
 
@@ -15,11 +16,13 @@ from lm.common.errors import UserError, did_you_mean
 from lm.curate.config import DecontaminateConfig, DeduplicateConfig, FilterConfig
 from lm.experiments.config import parse_budget
 from lm.inference.config import SampleConfig
-from lm.model.config import ModelConfig
+from lm.model.config import AdapterConfig, ModelConfig
 from lm.text.config import ChunkConfig, DataConfig
 from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig, fitting_warmup
 from tasks.runtime.execution import Execution
+
+_ADAPTER_RATE = 10  # learning rate of an adapter over that of a full training
 
 StageName = Literal[
     "ingest",
@@ -105,6 +108,26 @@ class FlowConfig:
         presets = {path.stem for path in PipelineConfig.PRESETS.rglob("*.yaml")}
         return "" if re.sub("^(posttrain|curate)-", "", self.name) in presets else self.name
 
+    def stated_fields(self, section: str) -> dict[str, Any]:
+        """Return the fields of a section that a user set, or a preset other than the demo's: they have neither their
+        default nor the value of the preset ``demo``, from which the command line starts. A section inside of another
+        has a dot in its name."""
+        kind = type(self)
+        own, *others = (attrgetter(section)(of) for of in (self, kind.load_preset("demo"), kind()))
+        values = {name: getattr(own, name) for name in own.__dataclass_fields__}
+        return {name: value for name, value in values.items() if all(value != getattr(of, name) for of in others)}
+
+    def rate_of_adapter(self, section: str) -> TrainConfig:
+        """Return a section of a training with ten times its learning rates, unless a user set them: a full training's
+        are too low for an adapter (Schulman et al. 2025, LoRA Without Regret). Muon's updates have a size of their own,
+        and the rates of its matrices stay."""
+        train: TrainConfig = attrgetter(section)(self)
+        stated = self.stated_fields(section)
+        if train.optimizer != "adamw" or "max_lr" in stated:
+            return train
+        min_lr = train.min_lr if "min_lr" in stated else _ADAPTER_RATE * train.min_lr
+        return replace(train, max_lr=_ADAPTER_RATE * train.max_lr, min_lr=min_lr)
+
     def why_missing(self, stage: str) -> str:
         """Return why a run with this configuration has no such stage; empty if it has one."""
         return ""
@@ -158,6 +181,8 @@ class PipelineConfig(FlowConfig):
     """Architecture of the Transformer."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Training of the model."""
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    """A small adapter (LoRA) that is trained on train.init_from. Off by default."""
     sample: SampleConfig = field(default_factory=SampleConfig)
     """Sampling of text from the model."""
     execution: Execution = field(default_factory=Execution)
@@ -169,6 +194,11 @@ class PipelineConfig(FlowConfig):
             raise UserError(
                 f"data.separator {self.data.separator!r} is not among tokenizer.special_tokens "
                 f"{self.tokenizer.special_tokens}; add it there."
+            )
+        if self.adapter.is_on and not self.train.init_from:
+            raise UserError(
+                f"adapter.rank is {self.adapter.rank}: an adapter needs a trained model; name it in train.init_from, "
+                "or leave adapter.rank out."
             )
         if self.budget:
             parse_budget(self.budget)
@@ -198,12 +228,10 @@ class PipelineConfig(FlowConfig):
             return f"There is no stage {stage}: the tokenizer is that of the model of train.init_from."
         return ""
 
-    def stated_fields(self, section: str) -> dict[str, Any]:
-        """Return the fields of a section that a user set, or a preset other than the demo's: they have neither their
-        default nor the value of the preset ``demo``, from which the command line starts."""
-        own, *others = (getattr(of, section) for of in (self, PipelineConfig.load_preset("demo"), PipelineConfig()))
-        values = {name: getattr(own, name) for name in own.__dataclass_fields__}
-        return {name: value for name, value in values.items() if all(value != getattr(of, name) for of in others)}
+    @property
+    def training(self) -> TrainConfig:
+        """The section train, with the learning rate of an adapter if one is trained."""
+        return self.rate_of_adapter("train") if self.adapter.is_on else self.train
 
     def options_replaced_by_budget(self) -> list[str]:
         """Return the options that were set, see :meth:`stated_fields`, although the budget chooses them."""

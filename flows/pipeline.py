@@ -13,7 +13,7 @@ from flows.plan import DryRunExecutor, Executor, plan
 from flows.text import TextInputs, find_text, read_text
 from lm.common.errors import UserError
 from lm.experiments.config import parse_budget
-from lm.model.config import ModelConfig
+from lm.model.config import AdapterConfig, ModelConfig
 from lm.text.character_tables import tables_identity
 from lm.text.pretokenize import JIEBA, jieba_version
 from lm.text.sources import Source
@@ -81,12 +81,14 @@ class TrainingInputs(NamedTuple):
     start: Ref | None
     mix: dict[str, dict[str, float | None]] | None
     """Weights and limits of epochs of ``data.mix``."""
+    adapter: AdapterConfig | None
+    """The adapter to train in place of all weights."""
 
     @property
     def arguments(self) -> list[Any]:
         """Arguments of the stage. A training from new weights has none for ``start``, in its key neither, nor one on a
-        text without a mixture for ``mix``."""
-        return list(self)[: 8 if self.mix else 7 if self.start else 6]
+        text without a mixture for ``mix``, nor one of all weights for ``adapter``."""
+        return list(self)[: 9 if self.adapter else 8 if self.mix else 7 if self.start else 6]
 
 
 def pipeline_stages(config: PipelineConfig, executor: Executor) -> None:
@@ -137,7 +139,8 @@ def prepare_training(config: PipelineConfig, inputs: PipelineInputs, executor: E
     tokenizer = text.start[1] if text.start else train_tokenizer(text, executor)
     shards = encode_text(config, text, tokenizer, executor)
     start, mix = text.start[0] if text.start else None, config.data.mix_weights or None
-    return TrainingInputs(*shards, tokenizer, text.model, text.training, start, mix)
+    adapter = config.adapter if config.adapter.is_on else None
+    return TrainingInputs(*shards, tokenizer, text.model, text.training, start, mix, adapter)
 
 
 def prepare_text(config: PipelineConfig, inputs: PipelineInputs, executor: Executor) -> ChunkedText:
@@ -152,7 +155,7 @@ def prepare_text(config: PipelineConfig, inputs: PipelineInputs, executor: Execu
     # Only if there are other special tokens than the separator, an argument and part of the keys.
     is_ordinary = config.data.special_tokens_in_document == "text" and (start or set(specials) != {separator})
     texts, train_texts, valid_texts = read_text(config, inputs.text, specials if is_ordinary else [], executor)
-    chunk_config, tokenizer_config, train_config = config.chunk, config.tokenizer, config.train
+    chunk_config, tokenizer_config, train_config = config.chunk, config.tokenizer, config.training
     if config.budget:
         amount = parse_budget(config.budget)
         choice = executor.finish(executor.call(budget, texts, amount, machine_kind(config.execution)))

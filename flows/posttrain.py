@@ -5,7 +5,7 @@ This is the only description of the order of the stages.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, get_args
 
 from flows.config import FlowConfig, PipelineConfig, complete
@@ -13,6 +13,7 @@ from flows.pipeline import find_start, open_start
 from flows.plan import Executor
 from lm.common.config import validate_fields
 from lm.common.errors import UserError
+from lm.model.config import AdapterConfig
 from lm.posttrain.config import (
     ComparisonConfig,
     DialogsConfig,
@@ -68,6 +69,8 @@ class PosttrainConfig(FlowConfig):
     """Proximal policy optimization with the reward model."""
     evaluate: ComparisonConfig = field(default_factory=ComparisonConfig)
     """Comparison of the models before and after."""
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    """A small adapter (LoRA) that each method trains. Off by default."""
     execution: Execution = field(default_factory=Execution)
     """How the work runs on this machine. It never causes a stage to run again."""
 
@@ -99,6 +102,17 @@ class PosttrainConfig(FlowConfig):
     def judged(self) -> GRPOConfig | PPOConfig:
         """The method whose rewards are those of the comparison."""
         return self.ppo if "ppo" in self.methods else self.reinforce
+
+    def arguments(self, method: str) -> list[Any]:
+        """Return the arguments of the stage of a method besides its inputs. Only with an adapter, that is one."""
+        settings, libraries = getattr(self, method), self.libraries(method)
+        if not self.adapter.is_on:
+            return [settings, *libraries]
+        if method == "sft":
+            settings = self.rate_of_adapter(method)
+        else:
+            settings = replace(settings, train=self.rate_of_adapter(f"{method}.train"))
+        return [settings, libraries[0] if libraries else None, self.adapter]
 
     def why_missing(self, stage: str) -> str:
         """Return why a run with this configuration has no such stage; empty if it has one."""
@@ -141,7 +155,7 @@ def posttrain_stages(config: PosttrainConfig, executor: Executor) -> None:
     for stage in (sft, preference, reward_model, reinforce, ppo):
         if stage.name in config.methods:
             judges = [outputs["reward_model"]] if stage is ppo else []
-            arguments = start, data, getattr(config, stage.name), *config.libraries(stage.name)
+            arguments = start, data, *config.arguments(stage.name)
             outputs[stage.name] = executor.finish(executor.call(stage, models[-1], *judges, *arguments))
             if stage is not reward_model:
                 models.append(outputs[stage.name])

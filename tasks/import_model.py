@@ -11,7 +11,7 @@ from tasks.runtime.store import Store
 
 
 def find_model_files(directory: Path, store: Store) -> list[Source]:
-    """Return the files of a model in a local directory, with their digests."""
+    """Return the files of a model in a local directory, with their digests; of an adapter those of its base too."""
     patterns = (
         "*.json",
         "*.safetensors",
@@ -21,7 +21,13 @@ def find_model_files(directory: Path, store: Store) -> list[Source]:
         "*.jinja",
         "additional_chat_templates/*.jinja",
     )
-    paths = sorted(str(path) for pattern in patterns for path in directory.resolve().glob(pattern) if path.is_file())
+    folders = [directory]
+    if (directory / "adapter_config.json").exists():
+        from lm.checkpoint.peft import model_directories
+
+        folders = model_directories(directory)
+    found = (path for folder in folders for pattern in patterns for path in folder.resolve().glob(pattern))
+    paths = sorted({str(path) for path in found if path.is_file()})
     if not paths:
         from lm.checkpoint.external_weights import refuse_other_formats
 
@@ -36,10 +42,13 @@ def import_model(out: Attempt, files: list[Source]) -> None:
     import torch
 
     from lm.checkpoint.external import load_external
+    from lm.checkpoint.peft import CONFIG_FILE
     from lm.checkpoint.training_checkpoint import save_training, step_name
     from lm.tokenizer.text_tokenizer import require_byte_level
 
-    directory = min((Path(file.url.removeprefix("file://")).parent for file in files), key=lambda path: len(path.parts))
+    paths = [Path(file.url.removeprefix("file://")) for file in files]
+    adapters = [path.parent for path in paths if path.name == CONFIG_FILE]
+    directory = adapters[0] if adapters else min((path.parent for path in paths), key=lambda path: len(path.parts))
     out.sources = files
     with keep_unchanged(files, out.run.store), torch.random.fork_rng(devices=[]):
         model, tokenizer = load_external(directory, "cpu", torch.float32)

@@ -4,6 +4,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lm.common.errors import UserError
+from lm.model.config import AdapterConfig
 from lm.posttrain.config import DPOConfig, GRPOConfig, PPOConfig, RewardModelConfig, reward_weights
 from lm.train.config import TrainConfig
 from tasks.pages import posttrain as pages
@@ -33,7 +34,8 @@ def _options(objective: str) -> dict[str, Any]:
 
 
 def _posttrain_stage(name: "Method", objective: str) -> Stage:
-    """Return the stage of a method. ``libraries``: versions of those that compute rewards, for the key."""
+    """Return the stage of a method. ``libraries``: versions of those that compute rewards, for the key. ``adapter``:
+    the adapter to train in place of all weights."""
 
     def train(
         out: Attempt,
@@ -42,8 +44,11 @@ def _posttrain_stage(name: "Method", objective: str) -> Stage:
         data: Output,
         config: TrainConfig | DPOConfig | RewardModelConfig | GRPOConfig,
         libraries: dict[str, str] | None = None,
+        adapter: AdapterConfig | None = None,
     ) -> None:
-        run_training(out, make_posttrain_job(out, name, model, tokenizer, data, config), pages.unfinished)
+        run_training(
+            out, make_posttrain_job(out, name, model, tokenizer, data, config, adapter=adapter), pages.unfinished
+        )
 
     train.__qualname__ = name  # where pickle finds the stage
     return Stage(name, train, **_options(objective))
@@ -64,9 +69,11 @@ def ppo(
     data: Output,
     config: PPOConfig,
     libraries: dict[str, str] | None = None,
+    adapter: AdapterConfig | None = None,
 ) -> None:
     """Learn from the rewards of a reward model."""
-    run_training(out, make_posttrain_job(out, "ppo", model, tokenizer, data, config, reward_model), pages.unfinished)
+    job = make_posttrain_job(out, "ppo", model, tokenizer, data, config, reward_model, adapter)
+    run_training(out, job, pages.unfinished)
 
 
 def make_posttrain_job(
@@ -77,6 +84,7 @@ def make_posttrain_job(
     data: Output,
     config: TrainConfig | DPOConfig | RewardModelConfig | GRPOConfig | PPOConfig,
     reward_model: Output | None = None,
+    adapter: AdapterConfig | None = None,
 ) -> "PosttrainJob":
     """Return the job of a method. ``data`` is the output of ``dialogs``, ``tokenizer`` that of ``base``.
 
@@ -110,6 +118,7 @@ def make_posttrain_job(
         digests={name: output.digest for name, output in inputs.items()},
         out=".",
         execution=out.run.execution,
+        adapter=adapter or AdapterConfig(),
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.common.errors import UserError
-from lm.model.config import ModelConfig
+from lm.model.config import AdapterConfig, ModelConfig
 from lm.train.config import TrainConfig
 from tasks.pages import training as pages
 from tasks.runtime.execution import Execution
@@ -34,17 +34,19 @@ def train(
     config: TrainConfig,
     start: Output | None = None,
     mix: Weights | None = None,
+    adapter: AdapterConfig | None = None,
 ) -> None:
     """Train the model, from the best checkpoint of ``start`` if it is given, else from new weights.
 
-    ``mix``: see :attr:`lm.text.config.DataConfig.mix_weights`. Resume from the last checkpoint of an unfinished
+    ``mix``: see :attr:`lm.text.config.DataConfig.mix_weights`. ``adapter``: the adapter to train in place of the
+    weights of ``start``. Resume from the last checkpoint of an unfinished
     attempt, if there is one.
     """
 
     def place(output: Output, name: str) -> str:
         return relative_path(out, local_path(output, name))
 
-    inputs = index, train_shards, valid_shards, tokenizer, model, config, start, mix
+    inputs = index, train_shards, valid_shards, tokenizer, model, config, start, mix, adapter
     run_training(out, make_job(place, out.run.execution, *inputs), pages.unfinished)
 
 
@@ -64,6 +66,7 @@ def make_job(
     config: TrainConfig,
     start: Output | None = None,
     mix: Weights | None = None,
+    adapter: AdapterConfig | None = None,
 ) -> "Job":
     """Return the job of a training. ``place`` returns the path or URL at which the training reads a file or directory
     of an output.
@@ -95,4 +98,5 @@ def make_job(
         out=".",
         execution=execution,
         mix=read_sources(content, mix or {}),
+        adapter=adapter or AdapterConfig(),
     )

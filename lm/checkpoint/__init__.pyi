@@ -3,9 +3,9 @@ from .gguf import save_gguf as save_gguf
 from .hugging_face import load_hugging_face as load_hugging_face
 from .hugging_face import save_hugging_face as save_hugging_face
 from .meta import load_meta as load_meta
-from .training_checkpoint import load_checkpoint as load_checkpoint
+from .single_file import load_checkpoint as load_checkpoint
+from .single_file import save_checkpoint as save_checkpoint
 from .training_checkpoint import load_model as load_model
 from .training_checkpoint import load_training as load_training
 from .training_checkpoint import newest_checkpoint as newest_checkpoint
-from .training_checkpoint import save_checkpoint as save_checkpoint
 from .training_checkpoint import save_training as save_training

@@ -13,6 +13,7 @@ from lm.checkpoint.hugging_face import load_hugging_face
 from lm.checkpoint.hugging_face_chat import read_chat_settings
 from lm.checkpoint.hugging_face_config import read_config
 from lm.checkpoint.meta import load_meta
+from lm.checkpoint.peft import base_of_peft, fuse_peft, is_peft
 from lm.checkpoint.safe_load import refuse_lfs_pointer
 from lm.checkpoint.training_checkpoint import load_model, read_description
 from lm.common.errors import UserError
@@ -24,6 +25,7 @@ from lm.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _META_CONTEXT_LENGTH = 2048  # Meta's files do not state the context. That of Llama 1 is the shortest.
 
 
@@ -88,6 +90,8 @@ def read_context_length(directory: Path) -> int:
 
     Raises UserError if a file is missing, damaged or unknown.
     """
+    if is_peft(directory):
+        return read_context_length(base_of_peft(directory))
     path = directory / "config.json"
     if path.exists() and not any(directory.glob("consolidated.*.pth")):
         return read_config(path, read_json_object(path), None)[0].context_length
@@ -106,8 +110,11 @@ def load_any_model(
 
     ``max_seq_len`` is its context length; default: that of the files, and 2,048 for Meta's, which state none.
     ``dtype`` is that of its parameters; default: that of its embedding. A checkpoint of this project has its own
-    context and dtype. Raises UserError if a file is missing, damaged or unknown.
+    context and dtype. An adapter in peft's format is fused into its base, which is loaded in the same way. Raises
+    UserError if a file is missing, damaged or unknown.
     """
+    if is_peft(directory):
+        return fuse_peft(load_any_model(base_of_peft(directory), device, max_seq_len, dtype), directory)
     has_meta_weights = any(directory.glob("consolidated.*.pth"))
     if (directory / "params.json").exists() and (has_meta_weights or not (directory / "config.json").exists()):
         return load_meta(directory, _META_CONTEXT_LENGTH if max_seq_len is None else max_seq_len, device, dtype)
@@ -127,11 +134,14 @@ def load_any_tokenizer(path: Path) -> Tokenizer | SentencePieceTokenizer:
     a directory with one of them or with GPT-2's ``vocab.json`` and ``merges.txt``; or a ``.tiktoken`` file of ranks,
     whose pattern follows from OpenAI's names.
 
-    A directory with several has them for the same ids; ``tokenizer.model`` is read. The tokenizer gets the chat
+    A directory with several has them for the same ids; ``tokenizer.model`` is read. An adapter of peft without a
+    tokenizer has that of its base. The tokenizer gets the chat
     template and the end tokens that the files of a Hugging Face model beside it name. Raises UserError if the file is
     missing, damaged or unsupported.
     """
-    if path.is_dir() and (path / "config.json").exists():
+    if path.is_dir() and is_peft(path) and not any((path / name).exists() for name in _TOKENIZER_FILES):
+        return load_any_tokenizer(base_of_peft(path))
+    if path.is_dir() and ((path / "config.json").exists() or is_peft(path)):
         tokenizer = _load_tokenizer(path)
         if isinstance(tokenizer, Tokenizer):
             tokenizer.chat = read_chat_settings(path, tokenizer)

@@ -101,7 +101,7 @@ def load_hugging_face(
     experts = ARCHITECTURES[model_type].experts
     if experts:
         tensors = _join_experts(tensors, experts, directory)
-    model = assemble_model(config, [tensors], _module_names(experts), directory, device, dtype)
+    model = assemble_model(config, [tensors], module_names(experts), directory, device, dtype)
     is_rotary = find_rotary(model)
     for name, parameter in model.named_parameters():
         if is_rotary[name]:
@@ -134,7 +134,7 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
     for name, weight in model.state_dict().items():
         if is_rotary.get(name):
             weight = reorder_rotary_rows(weight, config.resolved_head_dim // 2, 2)
-        weights[translate_name(name, _module_names(experts))] = weight.cpu().contiguous()
+        weights[translate_name(name, module_names(experts))] = weight.cpu().contiguous()
     if experts:
         weights = _split_experts(weights, experts)
     tokenizer_fields, generation_fields = chat_fields(tokenizer)
@@ -170,7 +170,8 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
             (temporary / name).write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
 
 
-def _module_names(experts: Experts | None) -> dict[str, str]:
+def module_names(experts: Experts | None) -> dict[str, str]:
+    """Return the names of modules, ours → Hugging Face's, of an architecture with these experts."""
     return (experts.module_names if experts else {}) | MODULE_NAMES
 
 

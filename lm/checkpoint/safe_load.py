@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lm.common.errors import UserError, did_you_mean
 from lm.hardware.device import explain_out_of_memory
+from lm.model.adapter import adapted_layers, trained_state
 from lm.model.config import ModelConfig
 from lm.model.rope import RotaryEmbedding
 from lm.model.transformer import TransformerLM
@@ -70,6 +71,18 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         raise UserError(f"{path} cannot be read: {error}. It must be a complete safetensors file.") from None
 
 
+def map_safetensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, each memory-mapped by itself: its memory is free when it is dropped.
+
+    Raises UserError as :func:`read_safetensors` does.
+    """
+    tensors = {}
+    for name in read_safetensors(path):
+        with safe_open(path, "pt") as file:
+            tensors[name] = file.get_tensor(name)
+    return tensors
+
+
 def refuse_lfs_pointer(path: Path) -> None:
     """Raise UserError if a file is only Git LFS's pointer to it, which a clone without LFS leaves in its place."""
     start = b"version https://git-lfs.github.com/spec/"
@@ -98,11 +111,12 @@ def is_plain_tensor(value: Any) -> bool:
 def load_weights(model: nn.Module, weights: Any, name: str, assign: bool = False) -> None:
     """Load the state dict ``weights`` into ``model``; with ``assign``, the tensors become the parameters.
 
-    Raises UserError with ``name`` and the first missing, unknown or misfitting parameter, before anything is loaded.
+    Of a model with an adapter, ``weights`` are those of :func:`lm.model.adapter.trained_state`. Raises UserError with
+    ``name`` and the first missing, unknown or misfitting parameter, before anything is loaded.
     """
     if not is_state_dict(weights):
         raise UserError(f"{name} is not a dict of plain tensors by parameter name; save it again as a state dict.")
-    expected = model.state_dict()
+    expected = trained_state(model)
     for key, tensor in expected.items():
         if key not in weights:
             raise UserError(f"{name} has no {key}{did_you_mean(key, weights)}; it belongs to another model config.")
@@ -115,7 +129,7 @@ def load_weights(model: nn.Module, weights: Any, name: str, assign: bool = False
             raise UserError(f"{name} does not fit the model: {key} is {weights[key].dtype}, not {tensor.dtype}.")
     if unknown := weights.keys() - expected.keys():
         raise UserError(f"{name} has {min(unknown)}, but the model config does not know it.")
-    model.load_state_dict(weights, assign=assign)
+    model.load_state_dict(weights, assign=assign, strict=not adapted_layers(model))
 
 
 def create_empty_model(config: ModelConfig, num_tensors: int, name: str) -> TransformerLM:

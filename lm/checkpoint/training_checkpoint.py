@@ -1,7 +1,8 @@
-"""Checkpoints: the directories of a training run, and single files (CS336 assignment 1, section 5.2).
+"""Checkpoints: the directories of a training run.
 
 A directory has ``model.safetensors``, ``optimizer.pt`` and ``checkpoint.json``. A model with a scalar head has
-``head.safetensors`` too, so that ``model.safetensors`` is that of any language model. A directory counts as a
+``head.safetensors`` too, so that ``model.safetensors`` is that of any language model. The training of an adapter saves
+``adapter.safetensors`` in place of the model, which is that of another checkpoint, its base. A directory counts as a
 checkpoint only if its ``checkpoint.json`` is intact, and the size and SHA-256 of the other files are as stated there.
 
 A training that shards weights or optimizer state saves them in shards, ``model-1-of-4.safetensors`` and
@@ -10,7 +11,8 @@ So any number of processes can read it, whether they shard or not. Files are mem
 its own rows only.
 """
 
-import os
+import hashlib
+import json
 import re
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -21,13 +23,14 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from lm.checkpoint.adapter_base import possible_bases, read_adapter
 from lm.checkpoint.safe_load import (
-    PathOrFile,
     assign_weights,
     check_weights_are_finite,
     create_empty_model,
     load_optimizer_states,
     load_weights,
+    map_safetensors,
     read_safetensors,
     read_tensors,
     save_safetensors,
@@ -36,8 +39,9 @@ from lm.checkpoint.safe_load import (
 from lm.common.errors import UserError
 from lm.distributed.plan import Parallel
 from lm.distributed.process_group import all_gather, broadcast_from_rank0, call_on_rank0, get_rank, get_world_size
-from lm.files.atomic_dir import atomic_directory, sync_path
+from lm.files.atomic_dir import atomic_directory
 from lm.files.checksum import dumps_with_checksum, file_checksum, loads_with_checksum
+from lm.model.adapter import add_adapter, fuse_adapter, trained_state
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.optim.shards import gather, shard_like
@@ -59,7 +63,8 @@ def save_training(
 
     If ``parallel`` shards weights or state, all ranks must call this together, and see the same ``directory``. The
     file ``optimizer.pt`` also holds the states of torch's random number generators; ``checkpoint.json`` holds the step,
-    the model's config and ``metadata``. Raises OSError, on all ranks if one cannot write its shard.
+    the model's config and ``metadata``. That of an adapter has ``adapter``: the fields of its config, and as ``base``
+    the :func:`weights_digest` of its base. Raises OSError, on all ranks if one cannot write its shard.
     """
     rank, world_size = (get_rank(), get_world_size()) if parallel and parallel.shards_state else (0, 1)
     weight_shards = world_size if parallel and parallel.shards_weights else 1
@@ -72,7 +77,7 @@ def save_training(
             weights = _local_weights(model, rank, weight_shards, parallel) if rank < weight_shards else {}
             states = [_local_state(o, rank, world_size, parallel) if parallel else o.state_dict() for o in optimizers]
             if rank < weight_shards:
-                _save_weights(weights, temporary, rank, weight_shards)
+                _save_weights(weights, temporary / _shard_name(_weights_stem(metadata), rank, weight_shards))
             rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}  # cuda: one state per device
             save_tensors({"optimizers": states, "rng": rng}, temporary / _shard_name("optimizer", rank, world_size))
         except (OSError, RuntimeError, SafetensorError) as caught:
@@ -92,15 +97,15 @@ def _local_weights(model: TransformerLM, shard: int, shards: int, parallel: Para
     sharded = {name for name, p in model.named_parameters(remove_duplicate=False) if parallel and parallel.bounds(p)}
     return {
         key: tensor.contiguous() if key in sharded or shards == 1 else _rows_of_shard(tensor, shard, shards)
-        for key, tensor in model.state_dict().items()
+        for key, tensor in trained_state(model).items()
     }
 
 
-def _save_weights(weights: dict[str, Tensor], directory: Path, shard: int, shards: int) -> None:
+def _save_weights(weights: dict[str, Tensor], path: Path) -> None:
     head = {key: weights.pop(key) for key in list(weights) if key.startswith("scalar_head.")}
-    save_safetensors(weights, directory / _shard_name("model", shard, shards))
+    save_safetensors(weights, path)
     if head:
-        save_safetensors(head, directory / _HEAD_NAME)
+        save_safetensors(head, path.with_name(_HEAD_NAME))
 
 
 def _local_state(optimizer: torch.optim.Optimizer, shard: int, shards: int, parallel: Parallel) -> dict[str, Any]:
@@ -126,8 +131,12 @@ def _rows_of_shard(tensor: Tensor, shard: int, shards: int) -> Tensor:
     return rows[len(rows) * shard // shards : len(rows) * (shard + 1) // shards].clone()
 
 
+def _weights_stem(description: dict[str, Any] | None) -> str:
+    return "adapter" if description and "adapter" in description else "model"
+
+
 def _shard_name(stem: str, shard: int, shards: int) -> str:
-    suffix = {"model": ".safetensors", "optimizer": ".pt"}[stem]
+    suffix = ".pt" if stem == "optimizer" else ".safetensors"
     return f"{stem}{suffix}" if shards == 1 else f"{stem}-{shard + 1}-of-{shards}{suffix}"
 
 
@@ -148,7 +157,7 @@ def read_description(directory: Path) -> dict[str, Any] | None:
         match loads_with_checksum((directory / "checkpoint.json").read_bytes()):
             case {"step": int(), "model": dict(), "files": dict(files)} as description if files.keys() - {
                 _HEAD_NAME
-            } == {*_shard_names("model", files), *_shard_names("optimizer", files)}:
+            } == {*_shard_names(_weights_stem(description), files), *_shard_names("optimizer", files)}:
                 paths = {name: directory / name for name in files}
                 # Only regular files: reading a device or a named pipe may never end.
                 is_intact = all(paths[name].is_file() and _describe_file(paths[name]) == files[name] for name in files)
@@ -271,9 +280,13 @@ def _select_rows(shards: list[Tensor], p: nn.Parameter | None, parallel: Paralle
     return rows.view(p.shape) if p is not None and rows.numel() == p.numel() else rows  # a scalar may be saved as a row
 
 
-def _read_weights(directory: Path, description: dict[str, Any], has_scalar_head: bool) -> dict[str, list[Tensor]]:
+def _read_weights(
+    directory: Path, description: dict[str, Any], has_scalar_head: bool, is_mapped: bool = False
+) -> dict[str, list[Tensor]]:
     """Return the shards of each weight. Raises UserError if a file is damaged or the shards have different tensors."""
-    shards = [read_safetensors(directory / name) for name in _shard_names("model", description["files"])]
+    names = _shard_names(_weights_stem(description), description["files"])
+    read = map_safetensors if is_mapped else read_safetensors
+    shards = [read(directory / name) for name in names]
     if any(shard.keys() != shards[0].keys() for shard in shards):
         raise UserError(f"The parts of the checkpoint {directory} hold different tensors.")
     weights = {name: [shard[name] for shard in shards] for name in shards[0]}
@@ -296,20 +309,34 @@ def _join_weights(
         raise UserError(f"The parts of the checkpoint {directory} do not fit together: {error}") from None
 
 
-def load_model(directory: Path, device: str | torch.device = "cpu", has_scalar_head: bool = False) -> TransformerLM:
+def load_model(
+    directory: Path,
+    device: str | torch.device = "cpu",
+    has_scalar_head: bool = False,
+    config: ModelConfig | None = None,
+    is_mapped: bool = False,
+) -> TransformerLM:
     """Load the model of a checkpoint directory in evaluation mode, without its scalar head unless ``has_scalar_head``.
 
-    Raises UserError if it is missing or damaged, or if a weight is not finite.
+    An adapter is fused into its base, which is loaded too. ``config`` replaces that of the checkpoint, for another
+    context. With ``is_mapped``, on the CPU, the weights of a whole model stay in their files: a caller that converts
+    them has one tensor in memory at a time, and checks that they are finite. Raises UserError if a checkpoint is
+    missing or damaged, or if a weight is not finite.
     """
     description = _require_description(directory)
     try:
-        config = ModelConfig(**description["model"])
+        config = config or ModelConfig(**description["model"])
     except TypeError as error:
         raise UserError(f"The checkpoint {directory} cannot be read: {error}") from None
-    weights = _join_weights(_read_weights(directory, description, has_scalar_head), directory)
+    weights = _join_weights(_read_weights(directory, description, has_scalar_head, is_mapped), directory)
+    if "adapter" in description:
+        return _load_fused(directory, config, description["adapter"], weights, device, has_scalar_head)
     model = create_empty_model(config, len(weights), str(directory))
     if has_scalar_head:
         model.add_scalar_head()
+    if is_mapped:
+        assign_weights(model, weights, str(directory), device)
+        return model.eval()
     # The files are memory-mapped. One tensor at a time is copied, so that no device holds the weights twice.
     copies = {key: weights.pop(key).to(device, copy=True) for key in list(weights)}
     assign_weights(model, copies, str(directory), device)
@@ -317,31 +344,46 @@ def load_model(directory: Path, device: str | torch.device = "cpu", has_scalar_h
     return model.eval()
 
 
-def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, iteration: int, out: PathOrFile) -> None:
-    """Write model, optimizer and iteration to a path (atomically) or to a binary file object."""
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "iteration": iteration}
-    if not isinstance(out, (str, os.PathLike)):
-        torch.save(state, out)
-        return
-    temporary = Path(f"{os.fspath(out)}.{os.getpid()}.tmp")
-    try:
-        save_tensors(state, temporary)
-        sync_path(temporary)
-        os.replace(temporary, out)
-    finally:
-        temporary.unlink(missing_ok=True)
+def _load_fused(
+    directory: Path,
+    config: ModelConfig,
+    about: dict[str, Any],
+    weights: dict[str, Tensor],
+    device: str | torch.device,
+    has_scalar_head: bool,
+) -> TransformerLM:
+    """Return the base of the adapter ``weights`` with the adapter fused into it, in float32."""
+    adapter, digest = read_adapter(about, weights, str(directory))
+    model = load_model(find_base(directory, digest), device, config=config)
+    with torch.random.fork_rng(devices=[]):  # the initial matrices are replaced
+        add_adapter(model, adapter)
+    if has_scalar_head:
+        model.add_scalar_head()
+    check_weights_are_finite(weights, str(directory))
+    load_weights(model, weights, str(directory))
+    return fuse_adapter(model.float()).eval()
 
 
-def load_checkpoint(src: PathOrFile, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
-    """Load a file of :func:`save_checkpoint` into ``model`` and ``optimizer``, and return its iteration.
+def weights_digest(description: dict[str, Any]) -> str:
+    """Return the SHA-256 of the digests of a checkpoint's weights: of an adapter those of its base too."""
+    names = _shard_names(_weights_stem(description), description["files"])
+    digests = [description["files"][name]["sha256"] for name in names]
+    base = [description["adapter"]["base"]] if "adapter" in description else []
+    return hashlib.sha256(json.dumps([*digests, *base]).encode()).hexdigest()
 
-    Raises UserError if the file is damaged, holds anything but tensors and plain data, or does not fit the model.
+
+def find_base(directory: Path, digest: str) -> Path:
+    """Return the checkpoint of the base of the adapter in the checkpoint ``directory``: the one with this digest.
+
+    Raises UserError if there is no such checkpoint, or if it is damaged.
     """
-    match read_tensors(src):
-        case {"model": weights, "optimizer": optimizer_state, "iteration": int(iteration)}:
-            load_weights(model, weights, str(src))
-            if optimizer is not None:
-                load_optimizer_states([optimizer], [optimizer_state], str(src))
-            return iteration
-        case _:
-            raise UserError(f"{src} is not a checkpoint: it lacks model, optimizer or iteration.")
+    candidates = possible_bases(directory)
+    for path in candidates:
+        description = read_description(path)
+        if description and weights_digest(description) == digest:
+            return path
+    state = "is another model" if read_description(candidates[0]) else "is missing or damaged"
+    raise UserError(
+        f"{directory} holds an adapter, and the checkpoint of its base, {candidates[0]}, {state}. Put the base there, "
+        "or train the adapter again."
+    )

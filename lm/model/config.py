@@ -1,7 +1,7 @@
 """Configuration of the model. This module does not import torch, so that the command line starts fast."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from lm.common.config import Config, bounded_field
@@ -194,3 +194,31 @@ class ModelConfig(Config, section="model"):
     def kv_heads(self) -> int:
         """Number of key and value heads: ``num_kv_heads`` with its default filled in."""
         return self.num_kv_heads or self.num_heads
+
+
+@dataclass(frozen=True)
+class AdapterConfig(Config, section="adapter"):
+    """A low-rank adapter (LoRA): the model's own weights stay as they are, and two small matrices beside each linear
+    layer are trained. Needs no gradients and no optimizer state of the model itself.
+
+    Source: Hu et al. 2021.
+    """
+
+    rank: int = bounded_field(0, ge=0, le=1 << 16)
+    """Inner width of the two matrices; 8 to 64 are usual. 0 turns adapters off: all weights are trained."""
+    alpha: float = bounded_field(32.0, gt=0, lt=math.inf)
+    """The output of an adapter is multiplied by alpha / rank."""
+    dropout: float = bounded_field(0.0, ge=0, lt=1)
+    """Probability with which an input of an adapter is set to 0, in pretraining, sft and reward_model. Other methods
+    compare probabilities, and train without."""
+    targets: list[str] = field(default_factory=list)
+    """Names of the linear layers with an adapter: q_proj, k_proj, v_proj and output_proj of attention, w1, w2 and w3 of
+    the feed-forward network. Default: all of them. Routed experts have none."""
+    dtype: Literal["float32", "bfloat16", "nf4"] = "float32"
+    """Type of the model's own weights in training. bfloat16 needs half the memory. nf4 (QLoRA) stores linear layers in
+    4 bits, and all else in float32. The adapter is float32."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether an adapter is trained."""
+        return self.rank > 0

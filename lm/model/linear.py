@@ -48,6 +48,12 @@ class Linear(nn.Module):
         truncated_normal_(self.weight, math.sqrt(2 / (in_features + out_features)))
         self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if has_bias else None
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)."""
+        out_features, in_features = self.weight.shape
+        return out_features, in_features
+
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) → (..., out_features)."""
         out = linear(x, self.weight)

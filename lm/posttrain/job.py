@@ -10,7 +10,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
 from lm.hardware.device import explain_out_of_memory
 from lm.model.moe import MoE
@@ -18,8 +17,9 @@ from lm.model.transformer import TransformerLM
 from lm.posttrain.config import Method
 from lm.posttrain.data import read_example_rows
 from lm.tokenizer.tokenizer import Tokenizer
-from lm.train.trainer import NO_MEMORY_FOR_MODEL, Trainer
-from lm.train.training_job import TrainingJob
+from lm.train.frozen_base import FrozenBase, load_start, whole_weights
+from lm.train.trainer import Trainer
+from lm.train.training_job import NO_MEMORY_FOR_MODEL, TrainingJob
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +103,7 @@ class PosttrainJob(TrainingJob):
                 f"execution.tensor_parallel is {self.execution.tensor_parallel}, but {self.method} needs whole weights "
                 "in each process; set it to 1. Of post-training only sft divides the model."
             )
+        self.execution = whole_weights(self.execution, self.adapter)
         if self.execution.parallel == "auto":
             self.execution = replace(self.execution, parallel="ddp")
         if self.execution.parallel in ("zero2", "fsdp"):
@@ -114,14 +115,17 @@ class PosttrainJob(TrainingJob):
             raise UserError(f"The job has the unknown method {self.method!r}; known are {', '.join(_OBJECTIVES)}.")
         torch.manual_seed(self.config.seed)  # checkpoints hold the state of the generator
         tokenizer = Tokenizer.load(self.tokenizer)
-        model = load_model(Path(self.model), device).train()
+        model = load_start(Path(self.model), device, self.adapter)
         _take_off_capacity(model)
+        # The other methods compare probabilities, which dropout changes.
+        adapter = self.adapter if self.method in ("sft", "reward_model") else replace(self.adapter, dropout=0.0)
+        base = FrozenBase.adapt(model, Path(self.model), adapter, self.config.max_lr)
         objective_type = resolve_name(_OBJECTIVES[self.method])
         train, valid = (
             read_example_rows(Path(path), *objective_type.example_types) for path in (self.train, self.valid)
         )
         objective = objective_type.from_job(self, ObjectiveInputs(model, tokenizer, train, valid, self.digests, out))
-        trainer = Trainer(self.config, model, objective, self.execution, out)
+        trainer = Trainer(self.config, model, objective, self.execution, out, base)
         if trainer.balance:  # small batches say little about the load, and rollouts need the choices of the updates
             trainer.balance.freeze_biases()
         return trainer

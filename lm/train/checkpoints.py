@@ -72,8 +72,8 @@ def find_resumable(previous: Path, settings: dict[str, dict[str, Any]]) -> Resum
     """Return the checkpoints in the directory of an unfinished training whose checksums match.
 
     Checkpoints that name a damaged best checkpoint are ignored. Otherwise the run would call a worse one its best.
-    ``settings`` are the sections model, train and data. Raises UserError if the model or the data of the newest
-    checkpoint differ from them. Other differences are logged as a warning.
+    ``settings`` are the sections model, train, data and maybe adapter. Raises UserError if one of the newest checkpoint
+    differs, except train, whose differences are logged as a warning.
     """
     descriptions = {path: read_description(path) for path in step_directories(previous)}
     intact = {path: description for path, description in descriptions.items() if description is not None}
@@ -145,8 +145,8 @@ def _best_step(path: Path, description: dict[str, Any]) -> int:
 
 
 def _check_settings(checkpoint: Path, description: dict[str, Any], settings: dict[str, dict[str, Any]]) -> None:
-    for section in ("model", "data"):
-        current, saved = settings[section], description.get(section, {})
+    for section in ("model", "data", "adapter"):
+        current, saved = settings.get(section, {}), description.get(section, {})
         for name in sorted(current.keys() | saved.keys()):
             if current.get(name) != saved.get(name):
                 raise UserError(

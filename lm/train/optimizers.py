@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from lm.distributed.plan import Parallel
+from lm.model.adapter import trained_parameters
 from lm.model.linear import HIDDEN_MATRICES
 from lm.model.transformer import TransformerLM
 from lm.optim.adamw import AdamW
@@ -16,17 +17,18 @@ from lm.train.config import TrainConfig
 def whole_parameters(model: TransformerLM, config: TrainConfig) -> set[nn.Parameter]:
     """Return the parameters whose optimizer needs whole matrices."""
     roles = model.parameter_roles()
-    return {p for name, p in model.named_parameters() if config.optimizer == "muon" and roles[name] in HIDDEN_MATRICES}
+    trained = trained_parameters(model)
+    return {p for name, p in trained.items() if config.optimizer == "muon" and roles[name] in HIDDEN_MATRICES}
 
 
 def make_optimizers(model: TransformerLM, config: TrainConfig, parallel: Parallel) -> list[torch.optim.Optimizer]:
-    """Make the optimizers of the parameters of ``model``: matrices have weight decay, norm weights and biases do not.
+    """Make the optimizers of the trained parameters: matrices have weight decay, norm weights and biases do not.
 
     The learning rate of a group is that of the schedule times ``lr_scale``; 1 by default.
     """
     hidden, matrices, vectors, embedding = [], [], [], []
     roles = model.parameter_roles()
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained_parameters(model).items():
         if roles[name] in ("norm", "bias"):
             vectors.append(parameter)
         elif config.optimizer == "muon" and roles[name] in HIDDEN_MATRICES:

@@ -23,14 +23,15 @@ from lm.files.remote_copies import fetch_directory, fetch_files
 from lm.hardware.device import choose_device, explain_out_of_memory
 from lm.inference.completion import Completion, complete
 from lm.inference.config import SampleConfig
-from lm.model.config import ModelConfig
+from lm.model.config import AdapterConfig, ModelConfig
 from lm.model.functional import IGNORE_INDEX
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
+from lm.train.frozen_base import FrozenBase, load_start, whole_weights
 from lm.train.objective import Objective
-from lm.train.trainer import NO_MEMORY_FOR_MODEL, Trainer
-from lm.train.training_job import TrainingJob
+from lm.train.trainer import Trainer
+from lm.train.training_job import NO_MEMORY_FOR_MODEL, TrainingJob
 from lm.train.training_memory import check_memory
 
 
@@ -183,20 +184,34 @@ def make_trainer(
     out: Path,
     device: torch.device | None = None,
     start: Path | None = None,
+    adapter: AdapterConfig | None = None,
 ) -> Trainer:
     """Make the trainer of a model with the weights of the checkpoint ``start``, or of a new one.
 
-    The initial weights of a new model depend on ``config.seed`` alone. Raises UserError if the weights of ``start`` are
+    With an ``adapter``, that is trained and the weights of ``start`` are not. The initial weights of a new model depend
+    on ``config.seed`` alone. Raises UserError if the weights of ``start`` are
     damaged or do not fit ``model_config``, and if memory is too small by prediction or runs out.
     """
     device = device or choose_device(execution.device)
-    check_memory(execution, config, model_config, device)
+    adapter = adapter or AdapterConfig()
+    if start is None and adapter.is_on:
+        raise UserError("adapter.rank is set: an adapter needs a model to adapt; name one in train.init_from.")
+    execution = whole_weights(execution, adapter)
+    if not adapter.is_on:
+        check_memory(execution, config, model_config, device)
     objective = Pretraining(config, model_config, data, device)
     torch.manual_seed(config.seed)
-    model = TransformerLM(model_config, device=device)
-    if start is not None:
-        load_weights(model, load_model(start, device).state_dict(), str(start))
-    return Trainer(config, model, objective, execution, out)
+    if start is not None and adapter.is_on:
+        model = load_start(start, device, adapter, model_config)
+        base = FrozenBase.adapt(model, start, adapter, config.max_lr)
+    else:
+        model, base = TransformerLM(model_config, device=device), None
+        if start is not None:
+            load_weights(model, load_model(start, device).state_dict(), str(start))
+    trainer = Trainer(config, model, objective, execution, out, base)
+    if base and trainer.balance:
+        trainer.balance.freeze_biases()
+    return trainer
 
 
 @dataclass(kw_only=True)
@@ -251,4 +266,4 @@ class Job(TrainingJob):
         valid_tokens = valid if len(valid) else None
         data = TrainData(train, valid_tokens, tokenizer, self.bytes_per_token, self.digests, self.mix)
         start = Path(fetch_directory(self.start)) if self.start else None
-        return make_trainer(self.config, self.model, data, self.execution, out, device, start)
+        return make_trainer(self.config, self.model, data, self.execution, out, device, start, self.adapter)

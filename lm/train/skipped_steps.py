@@ -4,6 +4,7 @@ import json
 import logging
 import math
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -37,6 +38,21 @@ class SkippedSteps:
         self._most_consecutive = self._consecutive
         self._smoothed_loss = torch.tensor(math.nan if smoothed_loss is None else smoothed_loss, device=device)
         self._bad_loss = self._bad_norm = torch.tensor(0.0, device=device)  # of the last skipped step
+
+    @classmethod
+    def from_description(cls, device: torch.device, description: dict[str, Any]) -> Self:
+        """Return the counts as they were when a checkpoint with this description was saved."""
+        names = "skipped_steps", "consecutive_skipped_steps", "smoothed_loss"
+        return cls(device, *(description[name] for name in names))
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The entries of a checkpoint's description."""
+        return {
+            "skipped_steps": self.skipped,
+            "consecutive_skipped_steps": self.consecutive,
+            "smoothed_loss": self.smoothed_loss,
+        }
 
     def check(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Return whether to skip a step with this loss and norm of the gradients: bool, a scalar on the device."""

@@ -41,6 +41,7 @@ from lm.model.transformer import TransformerLM
 from lm.train.checkpoints import adopt_checkpoints, find_resumable, prune_checkpoints, save_step
 from lm.train.config import TrainConfig
 from lm.train.expert_balance import ExpertBalance
+from lm.train.frozen_base import FrozenBase
 from lm.train.objective import MicroBatch, Objective
 from lm.train.optimizers import make_optimizers, whole_parameters
 from lm.train.skipped_steps import SkippedSteps
@@ -51,23 +52,24 @@ from lm.train.training_memory import check_directory_is_shared, choose_parallel
 log = logging.getLogger(__name__)
 
 Due = Literal["evaluate", "validate", "log", "save"]
-NO_MEMORY_FOR_MODEL = (
-    "Memory is full before the first step: each process builds the whole model in float32, and divides it then. Use a "
-    "smaller model, fewer processes on a machine, or a device with more memory."
-)
-"""Advice of :func:`lm.hardware.device.explain_out_of_memory` where a trainer is made."""
 
 
 class Trainer:
     """One training of ``model``, which may be resumed.
 
     The directory ``out`` receives ``metrics.jsonl``, ``samples.jsonl``, ``loss.png``, ``step-NNNNNNN/`` checkpoints
-    and, at the end, ``training.json``, which names the best and the last checkpoint. Raises UserError if the batch
-    cannot be divided among ranks and micro-batches.
+    and, at the end, ``training.json``, which names the best and the last checkpoint. If ``model`` has an adapter,
+    ``base`` is what it adapts. Raises UserError if the batch cannot be divided among ranks and micro-batches.
     """
 
     def __init__(
-        self, config: TrainConfig, model: TransformerLM, objective: Objective, execution: Execution, out: Path
+        self,
+        config: TrainConfig,
+        model: TransformerLM,
+        objective: Objective,
+        execution: Execution,
+        out: Path,
+        base: FrozenBase | None = None,
     ) -> None:
         self.rank, self.world_size, self.data_world_size = get_rank(), get_world_size(), get_data_world_size()
         if config.batch_size % (config.gradient_accumulation_steps * self.data_world_size):
@@ -81,7 +83,7 @@ class Trainer:
             keep_freed_memory()
         precision = broadcast_from_rank0(choose_precision(config.precision, self.device))
         self.config = config = replace(config, precision=precision)
-        self.model, self.objective, self.execution, self.out = model, objective, execution, out
+        self.model, self.objective, self.execution, self.out, self.base = model, objective, execution, out, base
         kind = choose_parallel(execution, config, model.config, self.device)
         self.parallel = parallelize(model, execution, kind, whole_parameters(model, config))
         self.optimizers = make_optimizers(model, config, self.parallel)
@@ -109,6 +111,8 @@ class Trainer:
         self.tracker: Tracker | None = None  # of rank 0, during run()
         self.is_contention_logged = False
         out.mkdir(parents=True, exist_ok=True)
+        if base:
+            base.write(out)
         if self.parallel.shards_state:
             check_directory_is_shared(out)
         if self.rank == 0:
@@ -156,12 +160,7 @@ class Trainer:
             self.best = description["best"]
         self.evaluations_without_improvement = description["evaluations_without_improvement"]
         self.seconds = description.get("seconds", 0.0)
-        self.skipping = SkippedSteps(
-            self.device,
-            description["skipped_steps"],
-            description["consecutive_skipped_steps"],
-            description["smoothed_loss"],
-        )
+        self.skipping = SkippedSteps.from_description(self.device, description)
         is_by_steps = not self.config.max_seconds
         if is_by_steps and self.step % self.config.checkpoint_interval and best_step != self.step:
             self.off_schedule_checkpoint = self.out / name
@@ -284,7 +283,8 @@ class Trainer:
             self.seconds = broadcast_from_rank0(time.perf_counter() - self.started)
 
     def _settings(self) -> dict[str, dict[str, Any]]:
-        return {"train": asdict(self.config), "model": asdict(self.model.config)}
+        adapter = self.base.description if self.base else {}
+        return {"train": asdict(self.config), "model": asdict(self.model.config), **adapter}
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], lr: float, stop_event: threading.Event | None = None
@@ -371,10 +371,9 @@ class Trainer:
             "train": asdict(self.config),
             "best": self.best,
             "evaluations_without_improvement": self.evaluations_without_improvement,
-            "skipped_steps": self.skipping.skipped,
-            "consecutive_skipped_steps": self.skipping.consecutive,
-            "smoothed_loss": self.skipping.smoothed_loss,
+            **self.skipping.description,
             "seconds": self.seconds,
+            **(self.base.description if self.base else {}),
         }
         save_step(self.out, self.model, self.optimizers, self.step, description, self.parallel)
         if self.rank == 0:

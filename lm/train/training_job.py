@@ -22,10 +22,17 @@ from lm.distributed.process_group import barrier, call_on_rank0, get_rank, proce
 from lm.files.cache_dir import cache_directory
 from lm.files.urls import read_file
 from lm.hardware.device import choose_device
+from lm.model.config import AdapterConfig
 from lm.train.config import TrainConfig
 from lm.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
+
+NO_MEMORY_FOR_MODEL = (
+    "Memory is full before the first step: each process builds the whole model in float32, and divides it then. Use a "
+    "smaller model, fewer processes on a machine, or a device with more memory."
+)
+"""Advice of :func:`lm.hardware.device.explain_out_of_memory` where a trainer is made."""
 
 
 @dataclass(kw_only=True)
@@ -44,6 +51,8 @@ class TrainingJob(ABC):
     heartbeat: str = ""
     """URL of a file that is rewritten every few seconds while the job runs. Default: none."""
     execution: Execution = field(default_factory=Execution)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    """The adapter to train in place of all weights. Default: none."""
 
     sections: ClassVar[dict[str, type]] = {}
     """Class of each field that is a dataclass, besides ``config`` and ``execution``."""
@@ -87,7 +96,8 @@ class TrainingJob(ABC):
                 kind = resolve_name(names[0] if names else "lm.train.pretraining:Job")
             job = kind(**content)
             sections: dict[str, Callable[..., Any]] = {"config": TrainConfig, "execution": Execution.from_job}
-            for section, make_section in (sections | kind.sections).items():
+            adapter = {"adapter": AdapterConfig} if "adapter" in content else {}  # older files have none
+            for section, make_section in (sections | adapter | kind.sections).items():
                 setattr(job, section, make_section(**getattr(job, section)))
             job.map_paths(absolute)
             job.previous = [absolute(path) for path in job.previous]

@@ -23,6 +23,7 @@ from tasks.start_model import read_trained_config
 if TYPE_CHECKING:
     from lm.model.transformer import TransformerLM
     from lm.tokenizer.text_tokenizer import TextTokenizer
+    from lm.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +103,12 @@ class RunModel(ResolvedModel):
     def _read(self, device: str) -> "tuple[TransformerLM, TextTokenizer]":
         return load_trained(self.model, self.tokenizer, device)
 
+    def load_tokenizer(self) -> "Tokenizer":
+        """Load the tokenizer alone."""
+        from lm.tokenizer.tokenizer import Tokenizer
+
+        return Tokenizer.load(self.tokenizer.directory("tokenizer"))
+
     def identify(self) -> str:
         """See :meth:`ResolvedModel.identify`."""
         return f"{self.model.ref.stage} {self.model.digest[:16]}"
@@ -137,7 +144,10 @@ class DirectoryModel(ResolvedModel):
 
     def identify(self) -> str:
         """See :meth:`ResolvedModel.identify`."""
-        files = sorted(path for path in self.directory.iterdir() if path.is_file())
+        from lm.checkpoint.peft import model_directories
+
+        directories = model_directories(self.directory)
+        files = sorted(path for directory in directories for path in directory.iterdir() if path.is_file())
         versions = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         return f"{self.directory.resolve()} {hashlib.sha256(repr(versions).encode()).hexdigest()[:16]}"
 
@@ -158,8 +168,9 @@ class DirectoryModel(ResolvedModel):
     def is_post_trained(self) -> bool:
         """Whether the files have a chat template. Raises UserError if they are damaged."""
         from lm.checkpoint.hugging_face_chat import find_chat_templates
+        from lm.checkpoint.peft import model_directories
 
-        return bool(find_chat_templates(self.directory))
+        return any(find_chat_templates(directory) for directory in model_directories(self.directory))
 
 
 def resolve_model(name: str, root: str) -> RunModel | DirectoryModel:

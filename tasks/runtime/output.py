@@ -17,6 +17,7 @@ from tasks.runtime.schemas import Manifest, read_json_content, read_record
 from tasks.runtime.store import Store
 
 MANIFEST = "manifest.json"  # written last: without it there is no output
+BASE_FILE = "base.json"  # of lm.checkpoint.adapter_base, which imports torch
 PAGE = "page.md"  # beside the files of an output, but not part of its content
 FORMAT = 1  # of manifests and of the files of all stages; a new number reruns everything
 
@@ -123,11 +124,23 @@ class Output:
         return self.store.read_range(start, end, *self.location, name)
 
     def directory(self, name: str) -> Path:
-        """Return a local path of a directory with all its files. Raises UserError as :meth:`path` does."""
+        """Return a local path of a directory with all its files, and of an adapter's checkpoint those of its base.
+
+        Raises UserError as :meth:`path` does.
+        """
+        if name.startswith("step-"):
+            self._fetch_base()
         paths = [self.path(file["path"]) for file in self.manifest["files"] if file["path"].startswith(f"{name}/")]
         if not paths:
             raise UserError(f"{self.ref.stage} {self.ref.key[:12]} has no directory {name}.")
         return paths[0].parent
+
+    def _fetch_base(self) -> None:
+        """Fetch the checkpoint below an adapter, if this is the output of a training that made one."""
+        if any(file["path"] == BASE_FILE for file in self.manifest["records"]):
+            parts = self.json(BASE_FILE)["checkpoint"].split("/")
+            stage, key, _, name = parts[-4:]
+            read_output(self.store, Ref(stage, key)).directory(name)
 
     def json(self, name: str) -> Any:
         """Return the content of a JSON file. Raises UserError if it does not have the schema of its stage."""

@@ -174,6 +174,7 @@ _CONTENTS: dict[str, Any] = {
     "shard.json": _TOTALS,
     "index.json": _record(vocab_size=_Size, separator=str, tokenizer=_Digest, train=_TOTALS, valid=_TOTALS),
     "training.json": _record(best=_Path),
+    "base.json": _record(checkpoint=str),
     "samples.json": _list(_record(prompt=str, text=str)),
     "mixture.json": _record(
         sources=list[str],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lm.common.errors import Stopped, UserError
 from tasks.runtime.locks import is_locked
-from tasks.runtime.output import Output
+from tasks.runtime.output import BASE_FILE, Output
 from tasks.runtime.run_context import Attempt, show_progress
 from tasks.runtime.schemas import ATTEMPT_NAME
 
@@ -61,9 +61,14 @@ def run_training(out: Attempt, job: "TrainingJob", unfinished_page: Callable[[Pa
     # Older checkpoints are no content: a training that skipped a damaged one has the same result.
     results = {out.figures["best"], out.figures["last"]}
     older = [file for file in out.directory.glob("step-*/*") if file.parent.name not in results]
-    rows = [out.directory / name for name in ("rollouts.jsonl", "reference.jsonl") if (out.directory / name).exists()]
-    records = [*out.directory.glob("tensorboard/*"), *older, *rows]
-    out.records = ["metrics.jsonl", "loss.png", "job.json", *(str(file.relative_to(out.directory)) for file in records)]
+    maybe = [out.directory / name for name in ("rollouts.jsonl", "reference.jsonl", BASE_FILE)]
+    records = [*out.directory.glob("tensorboard/*"), *older, *(path for path in maybe if path.exists())]
+    out.records = [
+        "metrics.jsonl",
+        "loss.png",
+        "job.json",
+        *(str(file.relative_to(out.directory)) for file in records),
+    ]
 
 
 def relative_path(out: Attempt, path: Path) -> str:

@@ -44,7 +44,7 @@ def test_a_section_of_two_configurations_is_described_once(pages: dict[str, str]
     page = pages["options-of-posttrain.md"]
     trainings = [f"{name}.train." for name in ("preference", "reward_model", "reinforce", "ppo")]
     for name in options(PosttrainConfig):
-        is_elsewhere = name.startswith(("sft.", "execution.", *trainings))
+        is_elsewhere = name.startswith(("sft.", "adapter.", "execution.", *trainings))
         assert (f"### `--{name}` " in page) != is_elsewhere, name
     assert "Its options are those of [train](options-of-pipeline.md#section-train)." in page
 

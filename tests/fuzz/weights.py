@@ -16,12 +16,11 @@ from safetensors.torch import load, save
 from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
 from lm.checkpoint.meta import load_meta
 from lm.checkpoint.safe_load import is_plain_tensor
+from lm.checkpoint.single_file import load_checkpoint, save_checkpoint
 from lm.checkpoint.training_checkpoint import (
-    load_checkpoint,
     load_model,
     load_training,
     newest_checkpoint,
-    save_checkpoint,
     save_training,
 )
 from lm.model.config import ModelConfig

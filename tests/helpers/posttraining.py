@@ -11,7 +11,7 @@ from lm.data.chat_template import add_chat_tokens
 from lm.data.dialogs import Dialog, Message, PreferencePair
 from lm.eval.problems import Problem
 from lm.eval.reward_worker import RewardWorker, Verdict
-from lm.model.config import ModelConfig
+from lm.model.config import AdapterConfig, ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.posttrain.data import write_rows
 from lm.posttrain.job import PosttrainJob
@@ -85,7 +85,13 @@ def quick_config(**settings: Any) -> TrainConfig:
     return TrainConfig(**(quick | settings))
 
 
-def write_posttrain_job(directory: Path, method: Any, settings: dict[str, Any] | None = None, **config: Any) -> Path:
+def write_posttrain_job(
+    directory: Path,
+    method: Any,
+    settings: dict[str, Any] | None = None,
+    adapter: AdapterConfig | None = None,
+    **config: Any,
+) -> Path:
     """Write a job and its inputs below ``directory``; return the job's path."""
     out = directory / "out"
     out.mkdir(parents=True)
@@ -108,6 +114,7 @@ def write_posttrain_job(directory: Path, method: Any, settings: dict[str, Any] |
         digests={"model": "m"},
         out=".",
         execution=Execution(threads=1, device="cpu", compile=False, log_interval=1, min_validations=1),
+        adapter=adapter or AdapterConfig(),
     )
     job.write(out / "job.json")
     return out / "job.json"

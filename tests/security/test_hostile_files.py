@@ -18,13 +18,12 @@ from safetensors.torch import load_file, save_file
 from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
 from lm.checkpoint.meta import load_meta
 from lm.checkpoint.safe_load import assign_weights, create_empty_model
+from lm.checkpoint.single_file import load_checkpoint, save_checkpoint
 from lm.checkpoint.training_checkpoint import (
-    load_checkpoint,
     load_model,
     load_training,
     newest_checkpoint,
     read_description,
-    save_checkpoint,
     save_training,
 )
 from lm.common.errors import TransientError, UserError

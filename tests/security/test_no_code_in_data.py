@@ -18,7 +18,8 @@ from torch import nn
 from lm.checkpoint.hugging_face import load_hugging_face
 from lm.checkpoint.meta import load_meta
 from lm.checkpoint.safe_load import read_tensors
-from lm.checkpoint.training_checkpoint import load_checkpoint, load_training
+from lm.checkpoint.single_file import load_checkpoint
+from lm.checkpoint.training_checkpoint import load_training
 from lm.common.errors import UserError
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.training import ROOT

@@ -37,7 +37,7 @@ _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
     "model": {
         "type": str,
         "default": "",
-        "help": "a run below --root, a directory of Hugging Face or Meta, or ORG/NAME in the hub's local cache; "
+        "help": "a run below --root, a directory of Hugging Face, peft or Meta, or ORG/NAME in the hub's local cache; "
         "default: the latest run",
     },
     "device": {"type": str, "default": "auto", "help": "cpu, cuda, mps or auto"},
@@ -260,6 +260,8 @@ def build_parser(preset: str = "demo", base: PipelineConfig | None = None, only:
     export.add_argument("path", type=str, help="new or empty directory; with --gguf, a new file")
     gguf_help = "write one GGUF file for llama.cpp, with matrices of this type"
     export.add_argument("--gguf", choices=["float32", "bfloat16", "q8_0"], default=None, help=gguf_help)
+    fuse_help = "write the whole model if it is an adapter; by default, the adapter alone, in peft's format"
+    export.add_argument("--fuse_adapter", action="store_true", help=fuse_help)
     export.share("model", "root")
 
     runs = add("runs", "List the runs below a root, rename one, or delete one with what no other run needs.", "root")

@@ -198,15 +198,22 @@ def dialogs_command(options: Namespace) -> None:
 
 
 def export_command(options: Namespace) -> None:
-    """Write a model as a Hugging Face directory, or with ``--gguf`` as a file for llama.cpp."""
+    """Write a model as a Hugging Face directory, or with ``--gguf`` as a file for llama.cpp. An adapter is written as
+    peft does, or with ``--fuse_adapter`` as a whole model."""
     from lm.checkpoint.gguf import save_gguf
     from lm.checkpoint.hugging_face import save_hugging_face
     from lm.tokenizer.text_tokenizer import require_byte_level
+    from textmill.runs.adapter_export import export_adapter, stored_adapter
     from textmill.runs.model_card import training_details
 
-    resolved = _open_model(options)
+    resolved, path = _open_model(options), Path(options.path)
+    adapter = stored_adapter(resolved) if isinstance(resolved, RunModel) else None
+    if adapter and isinstance(resolved, RunModel) and not (options.fuse_adapter or options.gguf):
+        base = export_adapter(resolved, adapter, resolved.load_tokenizer(), path)
+        print(f"Exported the adapter to {path}, for peft. Its base is {base}. --fuse_adapter writes the whole model.")
+        return
     model, tokenizer = resolved.load("cpu")
-    tokenizer, path = require_byte_level(tokenizer, resolved.name), Path(options.path)
+    tokenizer = require_byte_level(tokenizer, resolved.name)
     if options.gguf:
         save_gguf(model, tokenizer, path, options.gguf)
     else:

@@ -28,8 +28,10 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: fl
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     # Decided here, because autograd turns gradients off inside forward.
-    needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets, softcap, dtype, needs_grad)
+    is_recorded = torch.is_grad_enabled()
+    needs_weight_grad = is_recorded and weight.requires_grad  # not of a frozen head
+    needs_grad = needs_weight_grad or (is_recorded and x.requires_grad)
+    loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets, softcap, dtype, needs_grad, needs_weight_grad)
     return loss
 
 
@@ -48,13 +50,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         softcap: float,
         dtype: torch.dtype,
         needs_grad: bool,
+        needs_weight_grad: bool,
     ) -> Tensor:
         with torch.autocast(x_ND.device.type, enabled=False):
             rows = max(1, logit_chunk_bytes(x_ND.device.type) // (4 * len(weight_VD)))
             inputs_ND, matrix_VD = x_ND.to(dtype), weight_VD.to(dtype)
             grad_x_ND = torch.empty_like(inputs_ND) if needs_grad else None
             sum_dtype = torch.promote_types(dtype, torch.float32)
-            grad_weight_VD = torch.zeros_like(weight_VD, dtype=sum_dtype) if needs_grad else None
+            grad_weight_VD = torch.zeros_like(weight_VD, dtype=sum_dtype) if needs_weight_grad else None
             total = torch.zeros((), dtype=sum_dtype, device=x_ND.device)
             is_ignored_N1 = targets_N[:, None] == IGNORE_INDEX
             safe_targets_N1 = targets_N[:, None].masked_fill(is_ignored_N1, 0)
@@ -72,11 +75,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     needs_grad,
                 )
                 total += loss
-                if grad_x_ND is None or grad_weight_VD is None:
+                if grad_x_ND is None:
                     continue
                 grad_CV = grad_CV.to(dtype)
                 grad_x_ND[chunk] = linear_forward(grad_CV, matrix_VD.T)
-                grad_weight_VD += linear_weight_grad(inputs_ND[chunk], grad_CV)
+                if grad_weight_VD is not None:
+                    grad_weight_VD += linear_weight_grad(inputs_ND[chunk], grad_CV)
             ctx.save_for_backward(grad_x_ND, grad_weight_VD, correction)
         return total / len(x_ND) * correction
 
@@ -85,7 +89,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x_ND, grad_weight_VD, correction = ctx.saved_tensors
         scale = grad / len(grad_x_ND) * correction
-        return grad_x_ND * scale, grad_weight_VD * scale, None, None, None, None
+        grad_weight_VD = None if grad_weight_VD is None else grad_weight_VD * scale
+        return grad_x_ND * scale, grad_weight_VD, None, None, None, None, None
 
 
 def _softmax_in_place(

@@ -56,9 +56,11 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        return linear_forward(grad, weight.T), linear_weight_grad(x.flatten(0, -2), grad.flatten(0, -2))
+        needs_x, needs_weight = ctx.needs_input_grad
+        grad_weight = linear_weight_grad(x.flatten(0, -2), grad.flatten(0, -2)) if needs_weight else None
+        return linear_forward(grad, weight.T) if needs_x else None, grad_weight
 
 
 def _uses_onednn(x: Tensor) -> bool:

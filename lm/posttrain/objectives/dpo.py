@@ -11,6 +11,7 @@ from lm.data.batches import shuffled_indices
 from lm.data.dialogs import PreferencePair
 from lm.distributed.process_group import all_gather, call_on_rank0
 from lm.inference.completion import Completion
+from lm.model.adapter import adapter_off
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import DPOConfig
 from lm.posttrain.job import ObjectiveInputs, PosttrainJob
@@ -69,7 +70,7 @@ class DPO(PairObjective):
         batches = [missing[start : start + size] for start in range(0, len(missing), size)]
         computed: dict[int, list[float]] = {}
         for indices in batches[self.rank :: self.world_size]:
-            with torch.no_grad():
+            with torch.no_grad(), adapter_off(self.model):
                 log_probs_B = self._log_probs(self.model, self.make_batch(indices))
             computed |= zip(indices, log_probs_B.unflatten(0, (2, -1)).T.tolist(), strict=True)
         gathered = {index: row for part in all_gather(computed) for index, row in part.items()}

@@ -7,7 +7,6 @@ options. Dimensions: B responses of a batch with their prompts, T tokens of each
 
 from collections import defaultdict
 from collections.abc import Sequence
-from copy import deepcopy
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
@@ -18,6 +17,7 @@ from lm.common.errors import UserError
 from lm.eval.problems import Problem
 from lm.eval.reward_worker import RewardWorker
 from lm.eval.rewards import RewardFunction
+from lm.model.adapter import make_reference
 from lm.model.transformer import TransformerLM
 from lm.optim.clip import clip_grad_norm
 from lm.posttrain.config import GRPOConfig
@@ -86,7 +86,7 @@ def compute_loss_sum(
 class GRPO(RolloutObjective):
     """The objective of :class:`lm.posttrain.config.GRPOConfig`.
 
-    The reference of the KL penalty is ``model`` as it is given here.
+    The reference of the KL penalty is ``model`` as it is given here; with an adapter, the model with the adapter off.
     """
 
     example_types = (Problem,)
@@ -94,7 +94,7 @@ class GRPO(RolloutObjective):
     def __init__(self, config: GRPOConfig, inputs: ObjectiveInputs[Problem], reward: RewardWorker) -> None:
         super().__init__(config, config.group_size, inputs, reward)
         self.config = config
-        self.reference = deepcopy(inputs.model).requires_grad_(False) if config.kl_weight else None
+        self.reference = make_reference(inputs.model) if config.kl_weight else None
         self._advantages = torch.zeros(0)
 
     @classmethod

@@ -5,7 +5,6 @@ padded on the right.
 """
 
 from collections.abc import Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -17,6 +16,7 @@ from lm.data.chat_template import find_end_ids, written_end_id
 from lm.data.dialogs import PreferencePair
 from lm.eval.problems import Problem
 from lm.eval.reward_worker import RewardWorker
+from lm.model.adapter import make_reference
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import PPOConfig
 from lm.posttrain.job import ObjectiveInputs, PosttrainJob
@@ -63,7 +63,7 @@ class PPO(RolloutObjective):
     ) -> None:
         super().__init__(config, 1, inputs, reward)
         self.config, self.reward_model = config, reward_model
-        self.reference = deepcopy(inputs.model).requires_grad_(False)
+        self.reference = make_reference(inputs.model)
         self.end_ids, self.end_id = find_end_ids(inputs.tokenizer), written_end_id(inputs.tokenizer)
         # The first selects the best checkpoint: the true reward must not.
         self.metric_names = ("valid_learned_reward", *(("valid_reward",) if reward else ()), "valid_tokens")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lm.common.errors import DivergedError, UserError
 from lm.data.batches import shuffled_indices
@@ -294,7 +294,7 @@ class RolloutObjective(Objective):
             for row, numbers_T, mask_T in zip(rows, function(ids_BT, labels_BT), mask_BT, strict=True):
                 setattr(row, name, numbers_T[mask_T].tolist())
 
-    def annotate_log_probs(self, responses: Sequence[RolloutRow], name: str, model: TransformerLM) -> None:
+    def annotate_log_probs(self, responses: Sequence[RolloutRow], name: str, model: nn.Module) -> None:
         """Set a field of each response to its tokens' log-probabilities under ``model``, as an update computes them."""
         self.annotate_tokens(
             responses, name, lambda ids, labels: get_response_log_probs(model, ids, labels, False)["log_probs"]

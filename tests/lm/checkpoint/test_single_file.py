@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lm.checkpoint.training_checkpoint import load_checkpoint, save_checkpoint
+from lm.checkpoint.single_file import load_checkpoint, save_checkpoint
 from lm.common.errors import UserError
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM

@@ -48,6 +48,7 @@ EXPECTED = {
         "norm_eps": "[0, inf)",
         "logit_softcap": "[0, inf)",
     },
+    "adapter": {"rank": f"[0, {1 << 16}]", "alpha": "(0, inf)", "dropout": "[0, 1)"},
     "train": {
         "steps": "[1",
         "batch_size": "[1",

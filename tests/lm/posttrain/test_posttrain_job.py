@@ -98,7 +98,7 @@ def test_a_model_that_does_not_fit_memory_is_a_user_error(tmp_path: Path, monkey
     def fail(*arguments: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr("lm.posttrain.job.load_model", fail)
+    monkeypatch.setattr("lm.train.frozen_base.load_model", fail)
     with pytest.raises(UserError, match=r"before the first step.*CUDA out of memory"):
         train_here(PosttrainJob.read(write_posttrain_job(tmp_path, "sft")))
 
@@ -167,7 +167,7 @@ def test_the_biases_of_experts_stay(tmp_path: Path) -> None:
 )
 def test_killed_again_and_again(tmp_path: Path, method: str) -> None:
     # So many that the training is not over before the last kill. Steps with rollouts take longer.
-    config = {"steps": (20 if method in ("reinforce", "ppo") else 50) * KILLS, "checkpoint_interval": 3}
+    config: dict[str, Any] = {"steps": (20 if method in ("reinforce", "ppo") else 50) * KILLS, "checkpoint_interval": 3}
     whole, job = (write_posttrain_job(tmp_path / name, method, SETTINGS[method], **config) for name in ("a", "b"))
     train_here(PosttrainJob.read(whole))
     start_and_kill("tests.helpers.slow_training", job, KILLS)

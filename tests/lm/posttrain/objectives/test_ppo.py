@@ -72,7 +72,7 @@ def plain_loss(model: TransformerLM, old: TransformerLM, objective: PPO) -> Tens
         ids = torch.tensor([row.prompt_ids + row.ids])
         start = len(row.prompt_ids) - 1
         log_prob, old_log_prob, reference_log_prob = (
-            scorer.logits(scorer.hidden_states(ids[:, :-1])).log_softmax(-1)[0].gather(-1, ids[0, 1:, None])[start:, 0]
+            scorer(ids[:, :-1]).log_softmax(-1)[0].gather(-1, ids[0, 1:, None])[start:, 0]
             for scorer in (model, old, objective.reference)
         )
         value, old_value = (scorer.scalars(scorer.hidden_states(ids[:, :-1]))[0, start:] for scorer in (model, old))

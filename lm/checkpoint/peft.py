@@ -1,0 +1,260 @@
+"""Adapters in the format of the library peft: read with their base, and written from checkpoints of trainings.
+
+A directory has ``adapter_config.json``, which names the directory of the base, and ``adapter_model.safetensors``.
+Matrices of queries and keys have their rows in Hugging Face's order of rotary pairs, as in the base's files.
+Shapes: I in_features, O out_features, R rank.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from lm.checkpoint.adapter_base import read_adapter
+from lm.checkpoint.external_weights import read_json_object, reorder_rotary_rows, translate_name
+from lm.checkpoint.hugging_face import find_rotary, module_names
+from lm.checkpoint.hugging_face_config import ARCHITECTURES, choose_architecture
+from lm.checkpoint.safe_load import check_weights_are_finite, read_safetensors, save_safetensors
+from lm.checkpoint.training_checkpoint import find_base, read_description
+from lm.common.errors import UserError, translate_write_errors
+from lm.files.checksum import file_checksum
+from lm.model.config import ModelConfig
+from lm.model.transformer import TransformerLM
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_BASE_DIGEST = "base_sha256"  # in the metadata of the weights' file, which peft ignores
+_FIXED_FIELDS: dict[str, Any] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "use_dora": False,
+    "fan_in_fan_out": False,
+    "lora_bias": False,
+    "use_qalora": False,
+}
+
+
+class LowRank(NamedTuple):
+    """The change of one matrix: ``scale · B A``."""
+
+    a: Tensor
+    """(R, I) float32."""
+    b: Tensor
+    """(O, R) float32."""
+    scale: float
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """The adapters of a checkpoint, joined, and the checkpoint without any that is below them."""
+
+    layers: dict[str, LowRank]
+    """By the name of our module."""
+    base: Path
+    config: ModelConfig
+    dropout: float
+
+
+def is_peft(directory: Path) -> bool:
+    """Return whether a directory holds an adapter and no whole model."""
+    return (directory / CONFIG_FILE).exists() and not any(directory.glob("model*.safetensors"))
+
+
+def model_directories(directory: Path) -> list[Path]:
+    """Return the directories with the files of a model: ``directory``, and that of the base if it holds an adapter."""
+    return [directory, base_of_peft(directory)] if is_peft(directory) else [directory]
+
+
+def base_of_peft(directory: Path) -> Path:
+    """Return the directory of the base that ``adapter_config.json`` names: as it stands, or in ``directory``, or its
+    directory ``base``. Raises UserError if there is none, or if it is an adapter too."""
+    name = read_json_object(directory / CONFIG_FILE).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise UserError(f"{directory / CONFIG_FILE} names no base_model_name_or_path; set it to the base's directory.")
+    for path in (Path(name).expanduser(), directory / name, directory / "base"):
+        if path.is_dir() and path.resolve() != directory.resolve():
+            if is_peft(path):
+                raise UserError(f"{path}, the base of the adapter {directory}, is an adapter too; merge it first.")
+            return path
+    raise UserError(
+        f"{directory} holds an adapter of the model {name!r}, and there is no such directory; textmill does not "
+        f"download models. Set base_model_name_or_path in {CONFIG_FILE} to the directory of the base."
+    )
+
+
+def fuse_peft(model: TransformerLM, directory: Path) -> TransformerLM:
+    """Add the adapter in ``directory`` to the weights of ``model``, its base, in place; return the model.
+
+    Sums are float32, and rounded to the dtype of ``model``. Raises UserError if a file is missing or damaged, if the
+    adapter has parts that are not supported, and if it belongs to another base by its digest, names or shapes.
+    """
+    path = directory / CONFIG_FILE
+    content = read_json_object(path)
+    _check_config(path, content)
+    check_base(directory, base_of_peft(directory))
+    tensors = read_safetensors(directory / WEIGHTS_FILE)
+    check_weights_are_finite(tensors, str(directory))
+    ours = {name: weight for name, weight in model.named_parameters() if name.endswith(".weight") and weight.ndim == 2}
+    by_name = {_PREFIX + translate_name(name, _names(model.config)).removesuffix(".weight"): name for name in ours}
+    is_rotary = find_rotary(model)
+    matrices: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if _is_copy(name, tensor, by_name, ours):
+            continue
+        match = re.fullmatch(r"(.*)\.lora_([AB])\.weight", name)
+        if not match or match[1] not in by_name or by_name[match[1]] == "token_embeddings.weight":
+            raise UserError(
+                f"{directory} has {name}, which is no low-rank matrix of a linear layer of its base; use an adapter "
+                "that was trained on this model, with LoRA on linear layers alone."
+            )
+        matrices.setdefault(match[1], {})[match[2]] = tensor.float()
+    for theirs, pair in matrices.items():
+        name = by_name[theirs]
+        weight = ours[name]
+        if pair.keys() != {"A", "B"} or not _fits(pair["A"], pair["B"], weight):
+            shapes = " and ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in sorted(pair.items()))
+            raise UserError(
+                f"{directory}: the matrices of {theirs.removeprefix(_PREFIX)} are {shapes}, and its base has "
+                f"{tuple(weight.shape)}; use an adapter that was trained on this model."
+            )
+        b_OR = pair["B"]
+        if is_rotary[name]:
+            b_OR = reorder_rotary_rows(b_OR, 2, model.config.resolved_head_dim // 2)
+        scale = _scale(path, content, theirs.removeprefix(_PREFIX), len(pair["A"]))
+        change = (b_OR @ pair["A"] * scale).to(weight.device)
+        weight.data = (weight.data.float() + change).to(weight.dtype)
+    return model
+
+
+def _is_copy(name: str, tensor: Tensor, by_name: dict[str, str], ours: dict[str, nn.Parameter]) -> bool:
+    """Return whether a tensor is that of the base: peft stores embedding and head too if the head has an adapter."""
+    base = ours.get(by_name.get(name.removesuffix(".weight").removesuffix(".base_layer"), ""))
+    return base is not None and base.shape == tensor.shape and torch.equal(base.to(tensor.dtype), tensor)
+
+
+def _fits(a_RI: Tensor, b_OR: Tensor, weight_OI: Tensor) -> bool:
+    return a_RI.ndim == b_OR.ndim == 2 and (len(b_OR), len(a_RI), a_RI.shape[1]) == (
+        *(weight_OI.shape[0], b_OR.shape[1], weight_OI.shape[1]),
+    )
+
+
+def _check_config(path: Path, content: dict[str, Any]) -> None:
+    for name, value in _FIXED_FIELDS.items():
+        if content.get(name, value) != value:
+            raise UserError(f"{path}: {name} {content[name]!r} is not supported, only {value!r}; {_MERGE}")
+    for name in ("modules_to_save", "trainable_token_indices", "target_parameters", "alora_invocation_tokens"):
+        if content.get(name):
+            raise UserError(f"{path}: {name} is not supported; {_MERGE}")
+
+
+_MERGE = "merge the adapter into its base (in peft: merge_and_unload, then save_pretrained) and load the result."
+
+
+def _scale(path: Path, content: dict[str, Any], name: str, rank: int) -> float:
+    """Return the factor of a layer's change, by its rank and alpha."""
+    patterns = content.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict) or not all(re.fullmatch(r"\^?[\w.]+", key) for key in patterns):
+        raise UserError(f"{path}: alpha_pattern is supported with names of layers alone; {_MERGE}")
+    alphas = [patterns[key] for key in patterns if f".{name}".endswith(f".{key}") or key == f"^{name}"]
+    alpha = alphas[0] if alphas else content.get("lora_alpha", 8)
+    if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
+        raise UserError(f"{path}: lora_alpha is {alpha!r}; it must be a number above 0.")
+    return float(alpha) / (math.sqrt(rank) if content.get("use_rslora") else rank)
+
+
+def check_base(directory: Path, base: Path) -> None:
+    """Raise UserError if the adapter states the digest of another base than ``base``. Adapters of peft state none."""
+    try:
+        with safe_open(directory / WEIGHTS_FILE, "pt") as file:
+            expected = (file.metadata() or {}).get(_BASE_DIGEST)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{directory / WEIGHTS_FILE} cannot be read: {error}.") from None
+    if expected and expected != digest_of_files(file_checksum(path.open("rb")) for path in base.glob("*.safetensors")):
+        raise UserError(
+            f"{directory} holds an adapter of another model than {base}: the digest of the base's weights differs. Set "
+            f"base_model_name_or_path in {CONFIG_FILE} to the directory of its base."
+        )
+
+
+def digest_of_files(checksums: Iterable[str]) -> str:
+    """Return one digest of the SHA-256 checksums of a base's files of weights."""
+    return hashlib.sha256(json.dumps(sorted(checksums)).encode()).hexdigest()
+
+
+def read_stored_adapter(checkpoint: Path) -> StoredAdapter | None:
+    """Return the adapter of a training's checkpoint; None if the checkpoint holds a whole model.
+
+    An adapter on an adapter is joined with it: ``B A + B' A'`` is the product of matrices side by side. Raises
+    UserError if a checkpoint is missing or damaged.
+    """
+    description = read_description(checkpoint)
+    if description is None:
+        raise UserError(f"{checkpoint} is not an intact checkpoint.")
+    if "adapter" not in description:
+        return None
+    tensors = read_safetensors(checkpoint / "adapter.safetensors")
+    adapter, digest = read_adapter(description["adapter"], tensors, str(checkpoint))
+    base = find_base(checkpoint, digest)
+    names = {name.rpartition(".")[0] for name in tensors}
+    scale = adapter.alpha / adapter.rank
+    layers = {name: LowRank(tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"], scale) for name in names}
+    below = read_stored_adapter(base)
+    for name, (a, b, other_scale) in (below.layers if below else {}).items():
+        if name not in layers:
+            layers[name] = LowRank(a, b, other_scale)
+            continue
+        above = layers[name]
+        b_OR = torch.cat([b * other_scale, above.b * scale], 1)
+        layers[name] = LowRank(torch.cat([a, above.a]), b_OR, 1.0)
+    config = ModelConfig(**description["model"])
+    return StoredAdapter(layers, below.base if below else base, config, adapter.dropout)
+
+
+def save_peft(adapter: StoredAdapter, directory: Path, base: Path, base_digest: str) -> None:
+    """Write an adapter to an existing ``directory`` for peft's ``PeftModel.from_pretrained``.
+
+    ``base`` is the Hugging Face directory of the base, ``base_digest`` its :func:`digest_of_files`. Raises UserError if
+    that format cannot express the model, or if a file cannot be written.
+    """
+    config, model = adapter.config, TransformerLM(adapter.config, device="meta")
+    names, is_rotary = _names(config), find_rotary(model)
+    tensors, ranks, scales = {}, {}, {}
+    for name, (a, b, scale) in adapter.layers.items():
+        theirs = translate_name(name, names)
+        if is_rotary[f"{name}.weight"]:
+            b = reorder_rotary_rows(b, config.resolved_head_dim // 2, 2)
+        tensors[f"{_PREFIX}{theirs}.lora_A.weight"] = a.contiguous()
+        tensors[f"{_PREFIX}{theirs}.lora_B.weight"] = b.contiguous()
+        ranks[theirs], scales[theirs] = len(a), scale
+    rank, scale = next(iter(ranks.values())), next(iter(scales.values()))
+    # Of experts, the names of linear layers are those of routed ones too.
+    targets = {name if config.moe else name.rpartition(".")[2] for name in ranks}
+    content = {
+        **{name: value for name, value in _FIXED_FIELDS.items() if name not in ("lora_bias", "use_qalora")},
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base.resolve()),
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": rank * scale,
+        "lora_dropout": adapter.dropout,
+        "target_modules": sorted(targets),
+        "rank_pattern": {name: other for name, other in ranks.items() if other != rank},
+        "alpha_pattern": {
+            name: ranks[name] * scales[name] for name in ranks if (ranks[name], scales[name]) != (rank, scale)
+        },
+    }
+    with translate_write_errors(directory, (OSError, SafetensorError)):
+        save_safetensors(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt", _BASE_DIGEST: base_digest})
+        (directory / CONFIG_FILE).write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+def _names(config: ModelConfig) -> dict[str, str]:
+    return module_names(ARCHITECTURES[choose_architecture(config)].experts)
