@@ -152,6 +152,8 @@ def _describe(hint: Any) -> str:
         return f"{'list' if origin is list else 'names, each with a value'} of {_describe(arguments[-1])}"
     if arguments:  # a union
         return " or ".join(_describe(member) for member in arguments if member is not NoneType)
+    if inspect.isfunction(hint):  # that parses a text
+        return hint.__name__.replace("_", " ")
     words = {bool: "true or false", int: "integer", float: "number", str: "text"}
     return next((word for base, word in words.items() if issubclass(hint, base)), f"section of {hint.__name__}")
 

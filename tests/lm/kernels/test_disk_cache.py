@@ -32,9 +32,9 @@ EXPORTED = "a 5"
 # Appended to the file of helpers: each word is stored plus 1.
 CHANGED_HELPER = """
 
-@_operation(lambda buffer, at, word: types.void(buffer, types.int64, types.uint64))
+@operation(lambda buffer, at, word: types.void(buffer, types.int64, types.uint64))
 def store64(context: Any, builder: Any, args: Any, array: Any, index: Any, word: Any) -> None:
-    address = builder.bitcast(_address(context, builder, args[0], array, index), _I64.as_pointer())
+    address = builder.bitcast(address_of(context, builder, args[0], array, index), _I64.as_pointer())
     builder.store(builder.add(word, _I64(1)), address, align=1)
 """
 EXPORTED_WITH_CHANGE = "b 5"
