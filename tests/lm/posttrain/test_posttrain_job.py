@@ -95,7 +95,7 @@ def test_no_float64_on_the_device(tmp_path: Path, method: str) -> None:
 
 
 def test_a_model_that_does_not_fit_memory_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: object, **options: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr("lm.train.frozen_base.load_model", fail)

@@ -257,6 +257,8 @@ def test_calls_and_answers_of_tools_go_into_the_prompt() -> None:
     ids=lambda value: None if isinstance(value, dict) else str(value)[:40],
 )
 def test_wrong_fields_are_named(fields: dict[str, Any], param: str, message: str) -> None:
+    if "JSON schema is invalid" in message:
+        pytest.importorskip("llguidance", reason="llguidance is not installed")
     with open_client() as client:
         response = client.post("/v1/chat/completions", json={"messages": QUESTION, "tools": [TOOL], **fields})
     error = response.json()["error"]
