@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import posixpath
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
@@ -138,8 +139,8 @@ class Output:
     def _fetch_base(self) -> None:
         """Fetch the checkpoint below an adapter, if this is the output of a training that made one."""
         if any(file["path"] == BASE_FILE for file in self.manifest["records"]):
-            parts = self.json(BASE_FILE)["checkpoint"].split("/")
-            stage, key, _, name = parts[-4:]
+            path = posixpath.normpath(posixpath.join(*self.location, self.json(BASE_FILE)["checkpoint"]))
+            stage, key, _, name = path.split("/")[-4:]
             read_output(self.store, Ref(stage, key)).directory(name)
 
     def json(self, name: str) -> Any:
