@@ -169,7 +169,8 @@ class Prefill:
 
     def _stored_hidden(self, job: PrefillJob, count: int) -> Tensor:
         """Return the hidden states (count, D) of the first stored tokens that are not scored."""
-        assert self._cache.hidden is not None
+        if self._cache.hidden is None:
+            raise RuntimeError("the cache was made without hidden states, so no token of it is stored")
         page, offset = divmod(job.num_scored, PAGE_TOKENS)
         pages = self._cache.pages(job.row)[page : count_pages(job.num_scored + count)]
         return self._cache.hidden[pages].flatten(0, 1)[offset : offset + count]
