@@ -15,11 +15,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from lm.inference.kv_cache import PAGE_TOKENS
 from lm.inference.runners import cuda_runner, decode_triton
 from lm.model.ops import flash_attention_triton
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 FLOAT32_POINTERS = ("log_sum_exp_ptr", "delta_ptr", "cos_ptr", "sin_ptr", "split_ptr")
+INTEGER_POINTERS = {"positions_ptr": "i64", "pages_ptr": "i64"}
 FLOATS = ("scale", "eps")
 
 
@@ -37,7 +39,7 @@ def compile_kernel(
         if parameter in constants:
             signature[parameter], values[(position,)] = "constexpr", constants[parameter]
         elif parameter.endswith("_ptr"):
-            pointed = "i64" if parameter == "positions_ptr" else TYPES[dtype]
+            pointed = INTEGER_POINTERS.get(parameter, TYPES[dtype])
             signature[parameter] = "*fp32" if parameter in float32_pointers else f"*{pointed}"
             attributes[(position,)] = [["tt.divisibility", 16]]  # torch aligns tensors
         else:
@@ -83,6 +85,7 @@ def compile_step(capability: int, width: int, dtype: torch.dtype) -> Iterator[di
     split_keys = cuda_runner._SPLIT_ELEMENTS // padded["PADDED_HEAD_DIM"]
     for is_whole in (False, True):
         constants = padded | {"HAS_NORM": True, "HAS_ROPE": True, "IS_WHOLE": is_whole, "SPLIT_KEYS": split_keys}
+        constants["PAGE_TOKENS"] = PAGE_TOKENS
         pointers = FLOAT32_POINTERS if is_whole else with_float32_out
         yield compile_kernel(decode_triton.attend, capability, constants, dtype, 8, 3, pointers)
     constants = padded | {"BLOCK_SPLITS": cuda_runner._BLOCK_SPLITS}
