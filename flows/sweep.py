@@ -217,7 +217,10 @@ class _Sweep:
         for number in range(1, mixture.refine_rounds + 1):
             found, title = law["mixtures"]["found"], f"the weights found in round {number}"
             lengths = [max(1, round(length * base.train.steps)) for length in mixture.lengths]
-            points = [self.config.point(self._mix_settings(law, found, length), title) for length in lengths]
+            unlimited = self.config.without_epoch_limits
+            points = [
+                self.config.point(self._mix_settings(law, found, length) | unlimited, title) for length in lengths
+            ]
             self.trials += self.train(points)
             law = self._fit_mixture_law(mixture, tokens)
         points = []

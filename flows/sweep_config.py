@@ -207,11 +207,16 @@ class SweepConfig(FlowConfig):
         design = design_weights(mixture.runs - 1, len(sources), mixture.min_weight)
         mixtures: list[list[float | None]] = [[None] * len(sources)]
         mixtures += [[*weights] for weights in design]
-        limited = {f"data.mix.{name}.max_epochs": None for name, source in sources.items() if source.max_epochs}
         return [
-            self.mix_settings(weights, max(1, round(length * steps))) | limited
+            self.mix_settings(weights, max(1, round(length * steps))) | self.without_epoch_limits
             for weights, length in zip(mixtures, itertools.cycle(mixture.lengths), strict=False)
         ]
+
+    @property
+    def without_epoch_limits(self) -> Settings:
+        """The settings that a training of the law has in place of ``data.mix.NAME.max_epochs``."""
+        sources = self.base.data.named_sources
+        return {f"data.mix.{name}.max_epochs": None for name, source in sources.items() if source.max_epochs}
 
     def mix_settings(self, weights: Sequence[float | None], steps: int) -> Settings:
         """Return the settings of a training with these weights of the sources. None: in natural proportions."""

@@ -117,6 +117,9 @@ def test_rounds_train_on_the_weights_found_and_fit_the_law_again(tmp_path: Path)
     store = RunContext(str(root), "").store
     content = read_output(store, Ref("sweep", record["stages"]["sweep"]["key"])).json("mixture.json")
     assert [run["length"] for run in content["runs"]] == [0.5, 1] * 5
+    trained = [json.loads(path.read_text()) for path in (root / "trial").rglob("manifest.json")]
+    limits = [made["ingredients"]["parameters"]["config"]["mix"]["digits"]["max_epochs"] for made in trained]
+    assert limits == [None] * 10, "trainings of the law have no limits of epochs"
     laws = [json.loads(path.read_text()) for path in (root / "mixture_law").rglob("mixture.json")]
     laws.sort(key=lambda law: len(law["runs"]))
     assert [len(law["runs"]) for law in laws] == [6, 8, 10] and laws[-1]["law"] == content["law"]
