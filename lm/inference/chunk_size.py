@@ -3,7 +3,9 @@
 Source: Agrawal et al. 2024 (Sarathi-Serve: stall-free batching).
 """
 
-MIN_TOKENS, MAX_TOKENS = 16, 512  # a page; with more, a CPU computes hardly more of them a second
+# A chunk reads the keys and values of all tokens before it, so fewer than the minimum take hardly less time late in a
+# long prompt. With more than the maximum, a CPU computes hardly more of them a second.
+MIN_TOKENS, MAX_TOKENS = 64, 512
 _MAX_RATIO = 2.0  # of a chunk's time to that of a step: a pause of a text is then about three steps long
 _SMOOTHING = 0.2  # weight of the latest step
 

@@ -28,7 +28,10 @@ PARSERS = {
     "interfaces": ("manifest", "config", "preset", "request", "embeddings", "structured_output", "authorization"),
     "tool_requests": ("tool_request",),
 }
-KERNELS = ("pretoken_starts", "encoding", "invalid_utf8", "counting", "training", "random_merges", "decode_step")
+KERNELS = (
+    *("pretoken_starts", "encoding", "invalid_utf8", "counting", "training", "random_merges"),
+    *("decode_step", "generation"),
+)
 TARGETS = [name for names in PARSERS.values() for name in names] + [f"kernels-{name}" for name in KERNELS]
 
 

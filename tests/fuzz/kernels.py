@@ -1,7 +1,7 @@
 """Comparisons of the kernels with their references on random cases.
 
 Each public function is a fuzz target: it compares some cases and returns their number. A case is a text, a training of
-merges, or a decode step.
+merges, a decode step, or a generation.
 """
 
 import copy
@@ -15,7 +15,7 @@ from lm.common.errors import InvalidUtf8Error
 from lm.inference.runners.cpu_layers import CpuAttention, CpuNorm, LowPrecisionLinear
 from lm.inference.runners.torch_runner import DecodeAttention
 from lm.model.attention import MultiHeadSelfAttention
-from lm.model.config import ModelConfig
+from lm.model.config import ModelConfig, MoEConfig
 from lm.model.norm import RMSNorm
 from lm.model.rope import RotaryEmbedding
 from lm.text.patterns import PATTERNS
@@ -23,7 +23,8 @@ from lm.text.pretokenize import END_OF_TEXT, pretokenize
 from lm.tokenizer.bpe import train_merges
 from lm.tokenizer.pretoken_counts import count_pretokens
 from lm.tokenizer.tokenizer import Tokenizer
-from tests.helpers.generating import random_cache
+from tests.helpers.generating import make_model, random_cache
+from tests.helpers.generation_cases import Case, check_cases
 from tests.helpers.kernels import OVERLAPPING_SPECIALS, PIECES, expected_starts, find_starts
 from tests.helpers.naive_bpe import naive_encode, naive_merges
 from tests.helpers.pretoken_counts import counts_table
@@ -206,3 +207,34 @@ def decode_step(source: random.Random) -> int:
     norm = RMSNorm(heads * width, dtype=dtype).requires_grad_(False)
     torch.testing.assert_close(CpuNorm(norm)(x), norm(x), rtol=tolerance, atol=tolerance)
     return 21
+
+
+def generation(source: random.Random) -> int:
+    """Compare an engine of little memory, which shares pages and computes in chunks, with a model without a cache."""
+    kv_heads, context = source.randrange(1, 3), source.randrange(20, 90)
+    model = make_model(
+        source.randrange(5, 40),
+        context,
+        num_layers=source.randrange(1, 3),
+        num_heads=kv_heads * source.randrange(1, 3),
+        num_kv_heads=kv_heads,
+        head_dim=2 * source.randrange(2, 6),
+        position_encoding=source.choice(["rope", "rope", "none"]),
+        qk_norm=source.random() < 0.3,
+        qkv_bias=source.random() < 0.3,
+        norm_placement=source.choice(["pre", "pre", "post"]),
+        logit_softcap=source.choice([0.0, 0.0, 5.0]),
+        moe=MoEConfig(num_experts=3) if source.random() < 0.1 else None,
+    )
+    cases = [
+        Case(
+            [(source.randrange(3), source.randrange(1, context // 3)) for _ in range(source.randrange(1, 4))],
+            source.randrange(16),
+            source.random() < 0.3,
+            source.randrange(4),
+            source.random() < 0.1,
+        )
+        for _ in range(source.randrange(1, 5))
+    ]
+    num_pages, chunk = source.randrange(8, 24), source.choice([1, 16, 32, 50, 200])
+    return check_cases(model.double().eval(), cases, num_pages, chunk, source.random() < 0.5, source.randrange(1, 5))

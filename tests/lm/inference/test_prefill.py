@@ -1,21 +1,16 @@
 """Prompts in chunks, within a limit of memory: the results are those without a cache, and no page is lost."""
 
-from collections import deque
-from typing import Any
-
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lm.inference.chunk_size import MAX_TOKENS, MIN_TOKENS, ChunkSize
 from lm.inference.config import SampleConfig
-from lm.inference.engine import Engine
 from lm.inference.generation_request import Generation
-from lm.inference.kv_cache import page_bytes
 from lm.inference.scheduler import Scheduler
 from tests.helpers.examples import examples
-from tests.helpers.generating import generate_without_cache, make_model
+from tests.helpers.generating import make_model
+from tests.helpers.generation_cases import Case, check_cases, make_engine
 from tests.lm.inference.test_scheduler import FinishRecorder, Gate
 
 GREEDY = SampleConfig(temperature=0)
@@ -23,70 +18,31 @@ CONTEXT = 80
 MODEL = make_model(context_length=CONTEXT, num_heads=4, num_kv_heads=2).double().eval()
 
 
-def make_engine(num_pages: int, rows: int = 3, has_prefix_cache: bool = False) -> Engine:
-    size = page_bytes(MODEL.config, torch.float64, has_prefix_cache)
-    return Engine(MODEL, rows, prefix_cache_bytes=has_prefix_cache * 40 * size, kv_bytes=num_pages * size)
-
-
-def check_pages(engine: Engine) -> None:
-    """Each page is free, idle, or in a row."""
-    cache = engine._cache
-    used = {page for row in range(len(engine.active)) for page in cache.pages(row)}
-    assert 0 not in used
-    assert len(used) + cache.num_free + cache.num_idle == cache.num_pages
-
-
-# A prompt is pieces of a few texts, so that prompts share prefixes.
-prompts = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40)), min_size=1, max_size=3)
-requests = st.tuples(prompts, st.integers(0, 12), st.booleans(), st.integers(0, 3))
+cases = st.builds(
+    Case,
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40)), min_size=1, max_size=3),
+    st.integers(0, 12),
+    st.booleans(),
+    st.integers(0, 3),
+    st.sampled_from([False, False, False, True]),
+)
 
 
 @examples(12)
 @given(
-    cases=st.lists(requests, min_size=1, max_size=7),
+    cases=st.lists(cases, min_size=1, max_size=7),
     num_pages=st.integers(5, 20),
     chunk=st.sampled_from([1, 16, 32, 50, 200]),
     has_prefix_cache=st.booleans(),
-    cancelled=st.sets(st.integers(0, 6), max_size=2),
 )
 def test_chunks_within_little_memory_equal_generation_without_a_cache(
-    cases: Any, num_pages: int, chunk: int, has_prefix_cache: bool, cancelled: set[int]
+    cases: list[Case], num_pages: int, chunk: int, has_prefix_cache: bool
 ) -> None:
-    engine = make_engine(num_pages, has_prefix_cache=has_prefix_cache)
-    generations = []
-    for parts, count, is_scored, drafts in cases:
-        prompt = [(number * 5 + i * i) % 11 for number, length in parts for i in range(length)]
-        sampling = SampleConfig(temperature=0, speculative_tokens=drafts)
-        generations.append(Generation(prompt, count, sampling, wants_logprobs=True, wants_prompt_logprobs=is_scored))
-    waiting = deque(generations)
-    steps = 0
-    while waiting or engine.active:
-        while waiting and engine.admit(waiting[0]):
-            waiting.popleft()
-        engine.decode()
-        before = engine.num_prefilled_tokens
-        engine.prefill(chunk)
-        assert engine.num_prefilled_tokens - before <= max(chunk, MIN_TOKENS)
-        check_pages(engine)
-        steps += 1
-        for number in cancelled:
-            if steps == 3 + number and number < len(generations):
-                generations[number].finish_reason = generations[number].finish_reason or "stop"
-                waiting = deque(one for one in waiting if not one.finish_reason)
-    for number, generation in enumerate(generations):
-        if number in cancelled or len(generation.prompt) > CONTEXT:
-            continue
-        ids, logprobs = generate_without_cache(MODEL, list(generation.prompt), generation.max_new_tokens)
-        assert generation.ids == ids
-        first = len(generation.prompt) - 1
-        assert generation.logprobs == pytest.approx(logprobs[first:], abs=1e-5)
-        assert generation.prompt_logprobs == pytest.approx(
-            logprobs[:first] if generation.wants_prompt_logprobs else [], abs=1e-5
-        )
+    check_cases(MODEL, cases, num_pages, chunk, has_prefix_cache)
 
 
 def test_a_generation_is_admitted_when_pages_are_free_for_all_its_tokens() -> None:
-    engine = make_engine(num_pages=5)
+    engine = make_engine(MODEL, num_pages=5)
     first, second, third = (
         Generation([1] * 30, 19, GREEDY),
         Generation([2] * 20, 13, GREEDY),
@@ -102,7 +58,7 @@ def test_a_generation_is_admitted_when_pages_are_free_for_all_its_tokens() -> No
 
 
 def test_stored_pages_make_room_and_those_of_the_prompt_stay() -> None:
-    engine = make_engine(num_pages=5, has_prefix_cache=True)
+    engine = make_engine(MODEL, num_pages=5, has_prefix_cache=True)
     text = [i % 11 for i in range(40)]
     for prompt in (text, [7] * 32):
         engine.add([Generation(prompt, 1, GREEDY)])
@@ -113,15 +69,15 @@ def test_stored_pages_make_room_and_those_of_the_prompt_stay() -> None:
 
 
 def test_the_limit_of_memory_is_one_of_a_sequence() -> None:
-    assert make_engine(num_pages=3).max_seq_len == 48
-    assert make_engine(num_pages=99).max_seq_len == CONTEXT
-    assert make_engine(num_pages=99, rows=2)._cache.num_pages == 10, "no more than all rows need"
+    assert make_engine(MODEL, num_pages=3).max_seq_len == 48
+    assert make_engine(MODEL, num_pages=99).max_seq_len == CONTEXT
+    assert make_engine(MODEL, num_pages=99, rows=2)._cache.num_pages == 10, "no more than all rows need"
 
 
 def test_between_two_steps_of_a_stream_a_chunk_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long a prompt beside it is."""
-    scheduler, finished, gate = Scheduler(MODEL, 2, 2), FinishRecorder(), Gate()
-    monkeypatch.setattr(scheduler._chunk_size, "record_chunk", lambda *_: None)  # it stays at 16
+    scheduler, finished, gate = Scheduler(make_model(context_length=400), 2, 2), FinishRecorder(), Gate()
+    monkeypatch.setattr(scheduler._chunk_size, "record_chunk", lambda *_: None)  # it stays
     computed: list[int] = []
 
     def on_token(token_id: int) -> bool:
@@ -131,29 +87,31 @@ def test_between_two_steps_of_a_stream_a_chunk_is_computed(monkeypatch: pytest.M
     stream = Generation([1], 20, GREEDY, on_token=on_token)
     scheduler.submit([stream], finished)
     assert gate.reached.wait(20)
-    long = Generation([2] * 79, 1, GREEDY)
+    long = Generation([2] * 271, 1, GREEDY)
     scheduler.submit([long], finished)
     gate.opened.set()
     finished.wait(stream, long)
     scheduler.close()
     gaps = [after - before for before, after in zip(computed, computed[1:], strict=False)]
-    assert sum(gaps) == 79 and max(gaps) == 16
+    assert sum(gaps) == 271 and max(gaps) == MIN_TOKENS
 
 
 def test_the_chunk_size_follows_the_time_of_a_step() -> None:
     chunks = ChunkSize()
-    chunks.record_chunk(16, 1.0)
+    chunks.record_chunk(MIN_TOKENS, 1.0)
     assert chunks.num_tokens == MIN_TOKENS, "no step was measured"
     chunks.record_step(0.1)
     sizes = []
     for _ in range(8):
         chunks.record_chunk(chunks.num_tokens, chunks.num_tokens * 0.001)  # 200 tokens in two steps
         sizes.append(chunks.num_tokens)
-    assert sizes == [32, 64, 128, 200, 200, 200, 200, 200]
+    assert sizes == [128, 200, 200, 200, 200, 200, 200, 200]
     chunks.record_chunk(3, 9.0)
     assert chunks.num_tokens == 200, "a short one does not count"
-    chunks.record_chunk(200, 2.0)
-    assert chunks.num_tokens == 20
+    chunks.record_chunk(200, 0.4)
+    assert chunks.num_tokens == 100
+    chunks.record_chunk(100, 2.0)
+    assert chunks.num_tokens == MIN_TOKENS
     for _ in range(9):
         chunks.record_chunk(chunks.num_tokens, 0.0)
     assert chunks.num_tokens == MAX_TOKENS
