@@ -1,9 +1,10 @@
 """Load a server with many streaming clients; count failures and tokens per second, and check its memory.
 
-``python -m benchmarks.serve [--clients 100] [--seconds 60]``. The server is a process with a model of the shape of
-``stories-cpu`` and random weights. Each client requests one completion after the other, of various lengths, and closes
-every fifth stream before its end. The server's metrics are read each second. The memory of the server is measured after
-a quarter of the time and at the end. The last line is JSON. ``left`` is the number of completions that still run two
+``python -m benchmarks.serve [--clients 100] [--seconds 60] [--schemas]``. The server is a process with a model of the
+shape of ``stories-cpu`` and random weights. Each client requests one completion after the other, of various lengths,
+and closes every fifth stream before its end. With ``--schemas``, each asks for JSON of a schema of its own, and what
+ends by itself must be valid. The server's metrics are read each second. The memory of the server is measured after a
+quarter of the time and at the end. The last line is JSON. ``left`` is the number of completions that still run two
 seconds after all clients have finished. The exit code is 1 if a request failed, if a completion still runs, or if the
 memory grew by more than a tenth.
 """
@@ -21,6 +22,7 @@ from dataclasses import replace
 from typing import Any, TextIO, cast
 
 import httpx
+import jsonschema
 import torch
 import uvicorn
 
@@ -57,7 +59,32 @@ def serve() -> None:
         server.run(sockets=[listener])
 
 
-async def client(http: httpx.AsyncClient, number: int, until: float, counts: dict[str, int]) -> None:
+def make_schema(rng: random.Random) -> dict[str, Any]:
+    """Return a JSON schema of an object with a string, a list of numbers, and an object in it."""
+    low = rng.randint(-999, 999)
+    properties: dict[str, Any] = {
+        f"name{rng.randint(0, 999)}": {"type": "string", "maxLength": rng.randint(1, 20)},
+        "numbers": {"type": "array", "maxItems": rng.randint(1, 4), "items": {"type": "integer", "minimum": low}},
+        "inner": {"type": "object", "properties": {"flag": {"type": "boolean"}}, "required": ["flag"]},
+    }
+    properties["numbers"]["items"]["maximum"] = low + rng.randint(0, 999)
+    properties["inner"]["additionalProperties"] = False
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+def check_answer(text: str, finish_reason: str, schema: dict[str, Any], counts: dict[str, int]) -> None:
+    """Count a JSON answer. Raise RuntimeError if it ended by itself and is not valid."""
+    if finish_reason == "length":
+        counts["cut"] += 1
+        return
+    try:
+        jsonschema.validate(json.loads(text), schema)
+    except (ValueError, jsonschema.ValidationError) as error:
+        raise RuntimeError(f"the answer {text[:200]!r} is not valid: {error}") from None
+    counts["valid"] += 1
+
+
+async def client(http: httpx.AsyncClient, number: int, until: float, counts: dict[str, int], has_schemas: bool) -> None:
     """Send requests until the time ``until``."""
     rng = random.Random(number)
     requests = 0
@@ -66,8 +93,11 @@ async def client(http: httpx.AsyncClient, number: int, until: float, counts: dic
         reads_all = (number + requests) % EARLY_CLOSE_INTERVAL != 0
         max_tokens = rng.randint(8, 64)
         prompt = f"Client {number}, question {requests}" + rng.randint(0, 25) * " again"
-        body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True}
-        events = 0
+        body: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "stream": True}
+        schema = make_schema(rng)
+        if has_schemas:
+            body |= {"prompt": f"Client {number}: ", "max_tokens": 200, "structured_outputs": {"json": schema}}
+        events, text, finish_reason = 0, "", ""
         try:
             async with http.stream("POST", "/v1/completions", json=body) as response:
                 if response.status_code != 200:
@@ -77,10 +107,15 @@ async def client(http: httpx.AsyncClient, number: int, until: float, counts: dic
                     if line.startswith("data: "):
                         last = line[6:]
                         events += 1
+                        if has_schemas and last != "[DONE]":
+                            [choice] = json.loads(last)["choices"]
+                            text, finish_reason = text + choice["text"], choice["finish_reason"] or ""
                     if not reads_all and events == 3:
                         break
                 if reads_all and last != "[DONE]":
                     raise RuntimeError(f"the stream ended with {last[:200]!r}")
+            if has_schemas and reads_all:
+                check_answer(text, finish_reason, schema, counts)
             counts["whole" if reads_all else "left early"] += 1
             counts["events"] += events
         except (RuntimeError, httpx.HTTPError) as error:
@@ -103,13 +138,15 @@ def resident_mb(pid: int) -> float:
     return int(listing.stdout) / 1024
 
 
-async def run_clients(url: str, pid: int, clients: int, seconds: float) -> dict[str, Any]:
+async def run_clients(url: str, pid: int, clients: int, seconds: float, has_schemas: bool) -> dict[str, Any]:
     """Run all clients for ``seconds``; return the counts and the memory of the server."""
     counts = {"whole": 0, "left early": 0, "failed": 0, "events": 0, "scrapes": 0}
+    if has_schemas:
+        counts |= {"valid": 0, "cut": 0}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
         started = time.monotonic()
-        tasks = [asyncio.ensure_future(client(http, n, started + seconds, counts)) for n in range(clients)]
+        tasks = [asyncio.ensure_future(client(http, n, started + seconds, counts, has_schemas)) for n in range(clients)]
         tasks.append(asyncio.ensure_future(scrape_metrics(http, started + seconds, counts)))
         await asyncio.sleep(seconds / 4)
         warm = resident_mb(pid)
@@ -118,13 +155,13 @@ async def run_clients(url: str, pid: int, clients: int, seconds: float) -> dict[
         return {**counts, "events_per_second": rate, "warm_mb": round(warm), "end_mb": round(resident_mb(pid))}
 
 
-def measure(clients: int, seconds: float) -> dict[str, Any]:
+def measure(clients: int, seconds: float, has_schemas: bool) -> dict[str, Any]:
     """Start a server and load it; return the counts, the memory and the completions that still run."""
     command = [sys.executable, "-m", "benchmarks.serve", "--server"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         output, stdin = cast(TextIO, server.stdout), cast(TextIO, server.stdin)
         port = json.loads(output.readline())["port"]
-        result = asyncio.run(run_clients(f"http://127.0.0.1:{port}", server.pid, clients, seconds))
+        result = asyncio.run(run_clients(f"http://127.0.0.1:{port}", server.pid, clients, seconds, has_schemas))
         time.sleep(2)
         stdin.close()
         return result | json.loads(output.readline())
@@ -139,12 +176,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--schemas", action="store_true", help="each request asks for JSON of a schema of its own")
     parser.add_argument("--server", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.server:
         serve()
         return
-    result = measure(options.clients, options.seconds)
+    result = measure(options.clients, options.seconds, options.schemas)
     print(json.dumps(result))
     if result["failed"] or result["left"] or memory_has_grown(result):
         sys.exit(1)

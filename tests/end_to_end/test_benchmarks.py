@@ -82,14 +82,18 @@ def test_generation_is_measured() -> None:
 
 
 @pytest.mark.slow
-def test_the_server_benchmark_counts_requests() -> None:
-    pytest.importorskip("httpx", reason="httpx is not installed")
+@pytest.mark.parametrize("has_schemas", [False, True])
+def test_the_server_benchmark_counts_requests(has_schemas: bool) -> None:
+    for library in ("httpx", "jsonschema", "llguidance"):
+        pytest.importorskip(library, reason=f"{library} is not installed")
     from benchmarks import serve
 
-    result = serve.measure(clients=20, seconds=1)
+    result = serve.measure(clients=20, seconds=1, has_schemas=has_schemas)
     assert result["whole"] >= 16 and result["left early"] >= 4, "each client sends at least one request"
     assert result["events"] > 16 * 8
     assert result["failed"] == result["left"] == 0 and result["scrapes"] >= 1
+    if has_schemas:
+        assert result["valid"] + result["cut"] == result["whole"]
 
 
 @pytest.mark.slow
