@@ -9,10 +9,11 @@ tokens.
 import json
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from lm.common.errors import UserError
@@ -32,6 +33,8 @@ Encoded = TypeVar("Encoded")
 ROLE_TOKENS = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
 END_TOKEN = "<|end|>"
 CHAT_TOKENS = (*ROLE_TOKENS.values(), END_TOKEN)
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
+TRAINING_DAY = "2026-01-01"  # for templates that write today's date: the same data give the same ids on each day
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,9 @@ def written_end_id(tokenizer: "Tokenizer") -> int:
     return end_id
 
 
-def encode_dialog(tokenizer: "Tokenizer", messages: Sequence[Message], **variables: Any) -> EncodedExample:
+def encode_dialog(
+    tokenizer: "Tokenizer", messages: Sequence[Message], variables: Mapping[str, Any] = NO_VARIABLES
+) -> EncodedExample:
     """Return the ids of a dialog that ends with the assistant. The targets are its answers and their end tokens, but
     not those of answers with the weight 0. ``variables`` are those of the template, such as ``tools``.
 
@@ -137,7 +142,7 @@ def encode_dialog(tokenizer: "Tokenizer", messages: Sequence[Message], **variabl
     template = _check(tokenizer, messages, is_answered=True)
     if template.is_own:
         return _encode_parts(tokenizer, messages)
-    writer = DialogWriter(tokenizer, template, messages, variables)
+    writer = DialogWriter(tokenizer, template, messages, variables, TRAINING_DAY)
     text, spans = split_generations(writer.write(len(messages)))
     ids = writer.encode(text)
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
@@ -163,25 +168,33 @@ def encode_dialog(tokenizer: "Tokenizer", messages: Sequence[Message], **variabl
 
 
 def encode_chat_prompt(
-    tokenizer: "Tokenizer", messages: Sequence[Message], *, continues: bool = False, **variables: Any
+    tokenizer: "Tokenizer",
+    messages: Sequence[Message],
+    variables: Mapping[str, Any] = NO_VARIABLES,
+    *,
+    continues: bool = False,
+    day: str | None = None,
 ) -> list[int]:
     """Return the ids of a dialog up to the place where the assistant's answer begins; if it ``continues`` an answer,
     the dialog ends with the assistant and the ids end within its message. ``variables`` are those of the template.
 
-    Raises UserError if the template refuses the dialog, or if there is no template.
+    A template that writes the date writes ``day``, in ISO's form, and today's by default. Raises UserError if the
+    template refuses the dialog, or if there is no template.
     """
     template = _check(tokenizer, messages, is_answered=continues)
     if template.is_own:
         answered = messages if continues else [*messages, Message(role="assistant", content="")]
         return _encode_parts(tokenizer, answered).ids[:-1]
-    writer = DialogWriter(tokenizer, template, messages, variables)
+    writer = DialogWriter(tokenizer, template, messages, variables, day)
     if continues:
         text, _, end = writer.find_content(len(messages) - 1)
         return writer.encode(text[:end])
     return writer.encode(writer.write(len(messages), add_generation_prompt=True))
 
 
-def encode_answer(tokenizer: "Tokenizer", messages: Sequence[Message], **variables: Any) -> tuple[list[int], list[int]]:
+def encode_answer(
+    tokenizer: "Tokenizer", messages: Sequence[Message], variables: Mapping[str, Any] = NO_VARIABLES
+) -> tuple[list[int], list[int]]:
     """Return the ids of a dialog up to its last answer, and those of the answer with its end, as a model writes it.
 
     Raises UserError as :func:`encode_dialog` does.
@@ -190,7 +203,7 @@ def encode_answer(tokenizer: "Tokenizer", messages: Sequence[Message], **variabl
     if template.is_own:
         prompt_ids = encode_chat_prompt(tokenizer, messages[:-1])
         return prompt_ids, _encode_parts(tokenizer, messages).ids[len(prompt_ids) :]
-    writer = DialogWriter(tokenizer, template, messages, variables)
+    writer = DialogWriter(tokenizer, template, messages, variables, TRAINING_DAY)
     text, _ = split_generations(writer.write(len(messages)))
     prompt = writer.write_before(text, len(messages) - 1)
     answer = writer.encode(text[len(prompt) :])

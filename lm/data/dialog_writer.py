@@ -20,7 +20,7 @@ _MARKS = [chr(code) for code in range(0xFDD0, 0xFDDE)]  # no characters of Unico
 class DialogWriter:
     """Writes a dialog and its beginnings. In the messages, a mark splits the text of each special token, so that it is
     not encoded as one; the mark itself is not encoded. A message that would have such a text after the tokenizer's
-    normalization is normalized first."""
+    normalization is normalized first. ``day`` is that of :meth:`ChatTemplate.write`."""
 
     def __init__(
         self,
@@ -28,8 +28,9 @@ class DialogWriter:
         template: ChatTemplate,
         messages: Sequence[Message],
         variables: Mapping[str, Any],
+        day: str | None = None,
     ) -> None:
-        self._tokenizer, self._template = tokenizer, template
+        self._tokenizer, self._template, self._day = tokenizer, template, day
         texts = [*_texts([messages, variables])]
         self._mark = next((mark for mark in _MARKS if not any(mark in text for text in texts)), None)
         # Some models end answers with an added token that is not special.
@@ -49,7 +50,7 @@ class DialogWriter:
 
     def write(self, count: int, **variables: Any) -> str:
         """Return the text of the first ``count`` messages."""
-        return self._template.write(self._messages[:count], **{**self._variables, **variables})
+        return self._template.write(self._messages[:count], {**self._variables, **variables}, self._day)
 
     def find_content(self, number: int) -> tuple[str, int, int]:
         """Return the text of the dialog, and where the content of a message begins and ends in it."""
@@ -105,7 +106,7 @@ class DialogWriter:
         begin, end = GENERATION_MARKS
         messages = [*self._messages]
         messages[number] = {**messages[number], "content": f"{begin}{messages[number].get('content') or ''}{end}"}
-        return self._template.write(messages, **self._variables)
+        return self._template.write(messages, self._variables, self._day)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a rendered text."""

@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -51,7 +51,7 @@ class ChatTemplate(NamedTuple):
     """Jinja by name: ``default``, and maybe ``tool_use``."""
     tokens: Mapping[str, str]
     """Variables such as ``eos_token``."""
-    render: Callable[[str, Mapping[str, Any]], str]
+    render: Callable[[str, Mapping[str, Any], str | None], str]
     """Renders a source with variables."""
 
     @property
@@ -59,20 +59,22 @@ class ChatTemplate(NamedTuple):
         """Whether it is the template of this project."""
         return self.render is render
 
-    def write(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def write(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], day: str | None = None) -> str:
         """Return the text of a dialog. ``variables``: ``tools``, ``add_generation_prompt`` and others of the template.
 
-        Raises UserError if the template refuses the dialog.
+        A template that asks for the date gets ``day``, in ISO's form, and today's by default. Raises UserError if the
+        template refuses the dialog.
         """
         name = "tool_use" if variables.get("tools") and "tool_use" in self.sources else "default"
         defaults = {"tools": None, "documents": None, "add_generation_prompt": False}
-        return self.render(self.sources[name], {**self.tokens, **defaults, **variables, "messages": messages})
+        return self.render(self.sources[name], {**self.tokens, **defaults, **variables, "messages": messages}, day)
 
 
-def render(source: str, variables: Mapping[str, Any]) -> str:
+def render(source: str, variables: Mapping[str, Any], day: str | None = None) -> str:
     """Return the text of a template. Raises UserError with the reason if it cannot be rendered."""
+    moment = datetime.fromisoformat(day) if day else datetime.now()
     try:
-        text: str = _compile(source).render(variables)
+        text: str = _compile(source).render({"strftime_now": moment.strftime, **variables})
     except TemplateError as error:
         raise UserError(f"The chat template refuses the dialog: {str(error) or type(error).__name__}.") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, MemoryError) as error:
@@ -82,12 +84,12 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
     return text
 
 
-def render_foreign(source: str, variables: Mapping[str, Any]) -> str:
+def render_foreign(source: str, variables: Mapping[str, Any], day: str | None = None) -> str:
     """Do the same as :func:`render` for a template that nobody has read, in another process.
 
     Raises UserError also if the template takes too long or too much memory.
     """
-    request = json.dumps([source, variables]).encode()
+    request = json.dumps([source, variables, day]).encode()
     with _PROCESS_LOCK:
         if not (_processes and _processes[0].is_running):
             _processes[:] = [ChildProcess(__name__)]
@@ -115,7 +117,6 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
 
 
@@ -149,9 +150,9 @@ def main() -> None:
         resource = import_module("resource")
         resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     for request in requests:
-        source, variables = json.loads(request)
+        arguments = json.loads(request)
         signal.setitimer(signal.ITIMER_PROF, _MAX_SECONDS)
-        answer = _answer(lambda source=source, variables=variables: render(source, variables))  # type: ignore[misc]
+        answer = _answer(partial(render, *arguments))
         signal.setitimer(signal.ITIMER_PROF, 0)
         send_answer(answer)
 

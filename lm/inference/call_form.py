@@ -124,7 +124,7 @@ def _call_dialog(arguments: Any, count: int) -> list[Message]:
 
 def _render(template: ChatTemplate, messages: Sequence[Message], **variables: Any) -> str | None:
     try:
-        return template.write(messages, **variables)
+        return template.write(messages, variables)
     except UserError:
         return None
 

@@ -13,13 +13,13 @@ The model's answer ends before the next ``User:`` line.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
 from lm.common.errors import UserError
-from lm.data.chat_template import encode_chat_prompt, find_template
+from lm.data.chat_template import NO_VARIABLES, encode_chat_prompt, find_template
 from lm.data.dialogs import Message
 from lm.data.jinja_template import ChatTemplate
 from lm.hardware.device import explain_out_of_memory
@@ -56,7 +56,9 @@ class ChatFormat:
         self.stop = [] if self.has_template else [PLAIN_STOP]
         """Texts that end an answer. In a template, a token ends it."""
 
-    def encode(self, messages: Sequence[Message], *, continues: bool = False, **variables: Any) -> list[int]:
+    def encode(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] = NO_VARIABLES, *, continues: bool = False
+    ) -> list[int]:
         """Return the prompt's ids for the answer to ``messages``; or for the rest of the last message if it
         ``continues``. ``variables`` are those of the template, such as ``tools``.
 
@@ -66,7 +68,7 @@ class ChatFormat:
             raise UserError(f"textmill's own chat template cannot use {', '.join(variables)}.")
         if self._template:
             dialog = [self._adapt_calls(message) if message.get("tool_calls") else message for message in messages]
-            return encode_chat_prompt(cast(Tokenizer, self.tokenizer), dialog, continues=continues, **variables)
+            return encode_chat_prompt(cast(Tokenizer, self.tokenizer), dialog, variables, continues=continues)
         if variables:
             raise UserError(f"The model has no chat template, so it cannot use {', '.join(variables)}.")
         if any(message["role"] == "tool" or message.get("tool_calls") for message in messages):

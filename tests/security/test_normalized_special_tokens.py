@@ -71,7 +71,7 @@ def test_a_message_writes_no_special_token(normalizer: Normalizer, text: str) ->
     dialog: Any = make_dialog(text, "answer", "x", system=text)
     ids = encode_chat_prompt(tokenizer, dialog)
     assert added(tokenizer, ids) == ["<|START|>", "<|END;|>"] * 4 + ["<|START|>"]
-    assert encode_chat_prompt(tokenizer, dialog, tools=[{"name": text}]) == ids
+    assert encode_chat_prompt(tokenizer, dialog, {"tools": [{"name": text}]}) == ids
     written = unicodedata.normalize(normalizer, f"system\n{text}")
     assert tokenizer.decode(ids).startswith(f"<|START|>{written}<|END;|>")
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from lm.common.errors import UserError
 from lm.inference.chat_format import ChatFormat
@@ -33,6 +34,7 @@ _Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 _MAX_COUNT = 1 << 31  # numbers of thousands of digits cannot be written into a message
 _MAX_ALTERNATIVES = 20
+_TAKEN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # of a chat template
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -244,7 +246,15 @@ class ChatRequest(GenerationRequest, ToolFields):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template: Unsupported = None
+    chat_template_kwargs: dict[str, Any] | None = None
     documents: Unsupported = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_variables(cls, variables: dict[str, Any] | None) -> dict[str, Any] | None:
+        if taken := next((name for name in _TAKEN_VARIABLES if name in (variables or {})), None):
+            raise PydanticCustomError("taken", "{name} is set by other fields of the request", {"name": taken})
+        return variables
 
     @property
     def num_alternatives(self) -> int | None:
@@ -268,7 +278,9 @@ class ChatRequest(GenerationRequest, ToolFields):
     def encode_prompts(self, chat_format: ChatFormat) -> list[list[int]]:
         """Return the token ids of the prompt for the answer to the dialog. Raise ApiError if its roles do not fit."""
         messages = [message.to_message() for message in self.messages]
-        tools = {"tools": [tool.for_template() for tool in self.shown_tools]} if self.shown_tools else {}
+        variables = {**(self.chat_template_kwargs or {})}
+        if self.shown_tools:
+            variables["tools"] = [tool.for_template() for tool in self.shown_tools]
         continues = bool(self.continue_final_message)
         if self.add_generation_prompt is not None and self.add_generation_prompt == continues:
             problem = "add_generation_prompt must be the opposite of continue_final_message; leave it out."
@@ -277,7 +289,7 @@ class ChatRequest(GenerationRequest, ToolFields):
             problem = "continue_final_message needs a last message of the assistant, which the answer continues."
             raise ApiError(400, problem, "continue_final_message")
         try:
-            return [chat_format.encode(messages, continues=continues, **tools)]
+            return [chat_format.encode(messages, variables, continues=continues)]
         except UserError as error:
             raise ApiError(400, str(error), "messages") from None
 

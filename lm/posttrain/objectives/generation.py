@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lm.data.chat_template import encode_chat_prompt, find_end_ids
+from lm.data.chat_template import TRAINING_DAY, encode_chat_prompt, find_end_ids
 from lm.data.dialogs import Message
 from lm.inference.completion import Completion
 from lm.inference.config import SampleConfig
@@ -42,7 +42,7 @@ def encode_prompts(
     Prompts that leave no room for a response are left out, with one warning for all.
     """
     dialogs = [[Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt for prompt in prompts]
-    encoded = [encode_chat_prompt(tokenizer, dialog) for dialog in dialogs]
+    encoded = [encode_chat_prompt(tokenizer, dialog, day=TRAINING_DAY) for dialog in dialogs]
     left_out = [index for index, ids in enumerate(encoded) if len(ids) >= context_length]
     if left_out:
         log.warning(

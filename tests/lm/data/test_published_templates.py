@@ -2,6 +2,7 @@
 
 import functools
 import re
+from datetime import date
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm.common.errors import UserError
+from lm.data import chat_template
 from lm.data.chat_template import add_chat_tokens, encode_answer, encode_chat_prompt, encode_dialog, find_end_ids
 from lm.tokenizer.chat_settings import ChatSettings
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.examples import examples
+from tests.helpers.llamas import make_dialog
 from tests.helpers.published_chat import TEMPLATE_FOLDER
 from tests.helpers.tokenizers import make_tokenizer, stable_text
 
@@ -94,10 +97,17 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
+@pytest.fixture
+def trains_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The day of trainings is that of transformers."""
+    monkeypatch.setattr(chat_template, "TRAINING_DAY", date.today().isoformat())
+
+
 def has_special(name: str, text: str) -> bool:
     return any(special in text for special in load(name).special_tokens)
 
 
+@pytest.mark.usefixtures("trains_today")
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_ids_are_those_of_transformers(theirs: Any, name: str) -> None:
     texts = stable_text.filter(lambda text: bool(text.strip()) and not has_special(name, text))
@@ -118,6 +128,7 @@ def test_ids_are_those_of_transformers(theirs: Any, name: str) -> None:
     check()
 
 
+@pytest.mark.usefixtures("trains_today")
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("count", [1, 3, 4])
 def test_ids_of_dialogs_with_tools_are_those_of_transformers(theirs: Any, name: str, count: int) -> None:
@@ -127,13 +138,13 @@ def test_ids_of_dialogs_with_tools_are_those_of_transformers(theirs: Any, name: 
         expected = theirs(name).apply_chat_template(messages, return_dict=True, **options)["input_ids"]
     except Exception as error:  # a template without tools
         with pytest.raises(UserError, match="chat template"):
-            encode_chat_prompt(load(name), messages, tools=TOOLS)
+            encode_chat_prompt(load(name), messages, {"tools": TOOLS})
         assert name in ("deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "deepseek-ai-DeepSeek-V3.1"), error
         return
     if count < 4:
-        assert encode_chat_prompt(load(name), messages, tools=TOOLS) == expected
+        assert encode_chat_prompt(load(name), messages, {"tools": TOOLS}) == expected
     else:
-        assert encode_dialog(load(name), messages, tools=TOOLS).ids == expected
+        assert encode_dialog(load(name), messages, {"tools": TOOLS}).ids == expected
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -148,6 +159,7 @@ def test_a_special_token_in_a_message_is_plain_text(name: str) -> None:
         assert f"a {text} b" in tokenizer.decode(ids)
 
 
+@pytest.mark.usefixtures("trains_today")
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_targets_are_the_answers_and_their_ends(name: str) -> None:
     tokenizer = load(name)
@@ -169,3 +181,22 @@ def test_the_targets_are_the_answers_and_their_ends(name: str) -> None:
     assert find_end_ids(add_chat_tokens(tokenizer)) >= find_end_ids(tokenizer)
     begun = encode_chat_prompt(tokenizer, dialog, continues=True)
     assert tokenizer.decode(begun).endswith("Sixty-four.") and begun[: len(prompt)] == prompt
+
+
+@pytest.mark.parametrize("name", ["Mistral-Small-3.2-24B-Instruct-2506", "openai-gpt-oss-120b"])
+def test_the_ids_to_train_on_do_not_depend_on_the_day(name: str) -> None:
+    tokenizer, dialog = load(name), make_dialog("one", "two")
+    today = tokenizer.decode(encode_chat_prompt(tokenizer, dialog[:1]))
+    trained = tokenizer.decode(encode_dialog(tokenizer, dialog).ids)
+    assert date.today().isoformat() in today and "2026-01-01" in trained
+    prompt = encode_chat_prompt(tokenizer, dialog[:1], day="2026-01-01")
+    assert prompt == encode_answer(tokenizer, dialog)[0] and trained.startswith(tokenizer.decode(prompt))
+
+
+def test_variables_of_a_request_reach_the_template() -> None:
+    tokenizer, dialog = load("Qwen-Qwen3-0.6B"), make_dialog("one")
+    thinking, silent = (
+        tokenizer.decode(encode_chat_prompt(tokenizer, dialog, variables))
+        for variables in ({}, {"enable_thinking": False, "tokenizer": "of no use", "day": "<|im_end|>"})
+    )
+    assert silent == f"{thinking}<think>\n\n</think>\n\n"

@@ -89,7 +89,7 @@ def test_a_call_of_the_dialog_is_in_the_prompt_in_its_form(family: str) -> None:
         Message(role="assistant", content="", tool_calls=[call]),
         Message(role="tool", content="blue", tool_call_id="abcdefghi"),
     ]
-    text = chat_format.tokenizer.decode(chat_format.encode(messages, tools=[TOOL]))
+    text = chat_format.tokenizer.decode(chat_format.encode(messages, {"tools": [TOOL]}))
     assert '{"name": "weather", "' in text and '{"place": "Zürich"}' in text and "blue" in text
     assert "Says the weather." in text
 
@@ -100,7 +100,7 @@ def test_models_without_tools_say_so() -> None:
             ChatFormat(tokenizer).find_marks(["f"])
         assert not ChatFormat(tokenizer).find_marks().tools
         with pytest.raises(UserError, match="cannot use tools"):
-            ChatFormat(tokenizer).encode([Message(role="user", content="?")], tools=[TOOL])
+            ChatFormat(tokenizer).encode([Message(role="user", content="?")], {"tools": [TOOL]})
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     messages = [Message(role="user", content="?"), Message(role="assistant", content="", tool_calls=[call])]
     with pytest.raises(UserError, match="no chat template"):

@@ -14,6 +14,7 @@ from lm.data.chat_template import add_chat_tokens, encode_chat_prompt
 from lm.inference.chat_format import PLAIN_NOTICE
 from lm.inference.generation_request import Generation
 from lm.model.transformer import TransformerLM
+from lm.tokenizer.chat_settings import ChatSettings
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.generating import LoadedModel, fixed_model, make_model
 from tests.helpers.llamas import make_dialog
@@ -157,3 +158,17 @@ def test_a_cache_that_is_too_large_is_explained(
     monkeypatch.setattr(tools, "resolve_model", lambda *_: LoadedModel(make_model(TEMPLATE.size, 8), TEMPLATE))
     assert main(["serve", "--port", "0"]) == 2
     assert "lower --kv_memory. (900 GiB)" in capsys.readouterr().err
+
+
+def test_variables_of_a_request_reach_the_template(generations: list[Generation]) -> None:
+    tokenizer = bytes_tokenizer(["<|endoftext|>"])
+    tokenizer.chat = ChatSettings({"default": "{{ messages[0].content }}{{ mood }}"}, {}, (256,))
+    with open_client(make_model(tokenizer.size, CONTEXT), tokenizer) as client:
+        good = ask(client, make_dialog("Hi"), chat_template_kwargs={"mood": ":)<|endoftext|>"}, max_tokens=1)
+        bad = ask(client, make_dialog("Hi"), chat_template_kwargs={"tools": []})
+    assert good.status_code == 200 and generations[0].prompt == list(b"Hi:)<|endoftext|>")
+    assert bad.status_code == 400 and bad.json()["error"]["param"] == "chat_template_kwargs"
+    assert bad.json()["error"]["message"] == "chat_template_kwargs: tools is set by other fields of the request."
+    with open_client(make_model(TEMPLATE.size, CONTEXT)) as client:
+        refused = ask(client, make_dialog("Hi"), chat_template_kwargs={"mood": ":)"}).json()["error"]
+    assert refused["message"] == "textmill's own chat template cannot use mood."
