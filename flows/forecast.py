@@ -103,6 +103,7 @@ def _forecast_model(stage: str, config: PipelineConfig, model: ModelConfig, trai
     from lm.experiments.speed import guess_flops_per_second
     from lm.hardware.device import choose_device
     from lm.model.flops import flops_per_token, parameter_count
+    from lm.train.adapter_memory import predict_adapter_memory
     from lm.train.training_memory import need_memory, predict_training_memory
 
     execution = config.execution
@@ -110,11 +111,17 @@ def _forecast_model(stage: str, config: PipelineConfig, model: ModelConfig, trai
         tokens = len(config.sample.prompts) * config.sample.samples * config.sample.max_new_tokens
         seconds = tokens * flops_per_token(model, training=False) / guess_flops_per_second(execution)
         return Forecast(stage, _PROCESS_BYTES + 4 * parameter_count(model)["total"], 0.0, seconds)
-    saved = predict_training_memory(1, execution, training, model, "none", 1, "cpu")
-    disk = (training.keep_checkpoints + 1) * (saved.weights + saved.optimizer_state)  # the best one too
+    if config.adapter.is_on:
+        learned = predict_adapter_memory(1, execution, training, model, config.adapter, "cpu")
+        saved_bytes = learned.adapter + learned.optimizer_state
+    else:
+        saved = predict_training_memory(1, execution, training, model, "none", 1, "cpu")
+        saved_bytes = saved.weights + saved.optimizer_state
+    disk = (training.keep_checkpoints + 1) * saved_bytes  # the best one too
     if execution.train_deployment:
         return Forecast(stage, disk=disk)
-    memory = need_memory(execution, training, model, choose_device(execution.device), execution.processes)
+    device, processes = choose_device(execution.device), execution.processes
+    memory = need_memory(execution, training, model, device, processes, config.adapter)
     flops = training.steps * training.batch_size * model.context_length * flops_per_token(model)
     seconds = min(flops / guess_flops_per_second(execution), training.max_seconds or math.inf)
     return Forecast(stage, _PROCESS_BYTES + memory, disk, seconds)

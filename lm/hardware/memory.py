@@ -44,8 +44,21 @@ def keep_freed_memory() -> None:
     glibc maps and unmaps each block of more than 32 MB every time, such as the logits of a batch, and the system fills
     it with zeros page by page. A training on two cores took a fifth longer. Other C libraries are left as they are.
     """
+    _set_allocator(mmap_max=0, trim_threshold=-1)  # never
+
+
+def return_freed_memory() -> None:
+    """Have this process return the memory of each freed tensor of a MiB or more to the system, from now on.
+
+    What is kept for new tensors does not fit them all: a training of few bytes a weight needed a third more memory.
+    """
+    _set_allocator(mmap_threshold=1 << 20, mmap_max=1 << 16, trim_threshold=1 << 17)
+
+
+def _set_allocator(**options: int) -> None:
+    """Set options of glibc's mallopt by name. Other C libraries have none."""
     if platform.libc_ver()[0] == "glibc":
-        m_trim_threshold, m_mmap_max = -1, -4  # of mallopt in glibc's malloc.h
+        numbers = {"trim_threshold": -1, "mmap_threshold": -3, "mmap_max": -4}  # in glibc's malloc.h
         libc = ctypes.CDLL(None)
-        libc.mallopt(m_mmap_max, 0)
-        libc.mallopt(m_trim_threshold, -1)  # never
+        for name, value in options.items():
+            libc.mallopt(numbers[name], value)

@@ -197,8 +197,7 @@ def make_trainer(
     if start is None and adapter.is_on:
         raise UserError("adapter.rank is set: an adapter needs a model to adapt; name one in train.init_from.")
     execution = whole_weights(execution, adapter)
-    if not adapter.is_on:
-        check_memory(execution, config, model_config, device)
+    check_memory(execution, config, model_config, device, adapter=adapter)
     objective = Pretraining(config, model_config, data, device)
     torch.manual_seed(config.seed)
     if start is not None and adapter.is_on:

@@ -34,7 +34,7 @@ from lm.distributed.process_group import (
 from lm.files.atomic_dir import remove_abandoned_directories
 from lm.hardware.cpu import available_cpus
 from lm.hardware.device import choose_precision, explain_out_of_memory
-from lm.hardware.memory import keep_freed_memory
+from lm.hardware.memory import keep_freed_memory, return_freed_memory
 from lm.hardware.peak_flops import peak_flops
 from lm.model.flops import flops_per_token
 from lm.model.transformer import TransformerLM
@@ -80,7 +80,8 @@ class Trainer:
         torch.set_num_threads(max(1, (execution.threads or available_cpus()) // get_local_world_size()))
         self.device = next(model.parameters()).device
         if self.device.type == "cpu":
-            keep_freed_memory()
+            saves_memory = base is not None and base.adapter.dtype != "float32"
+            (return_freed_memory if saves_memory else keep_freed_memory)()
         precision = broadcast_from_rank0(choose_precision(config.precision, self.device))
         self.config = config = replace(config, precision=precision)
         self.model, self.objective, self.execution, self.out, self.base = model, objective, execution, out, base

@@ -31,14 +31,17 @@ from lm.distributed.process_group import (
 from lm.distributed.sharding import MAX_BUCKET_BYTES, gradient_bucket_bytes
 from lm.hardware.device import has_bfloat16
 from lm.hardware.memory import machine_memory
-from lm.model.config import ModelConfig
+from lm.model.config import AdapterConfig, ModelConfig
 from lm.model.flops import parameter_count
 from lm.model.ops.cross_entropy import logit_chunk_bytes
+from lm.train.adapter_memory import predict_adapter_memory
+from lm.train.block_memory import block_bytes_per_token, gradient_bytes_per_token, hidden_matrices
 from lm.train.config import TrainConfig
 
 log = logging.getLogger(__name__)
 
 _KINDS: tuple[ParallelKind, ...] = ("ddp", "zero1", "zero2", "fsdp")
+_NO_ADAPTER = AdapterConfig()
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def predict_training_memory(
     state = 2 * weights - (4 * hidden if config.optimizer == "muon" else 0)
     element = 2 if is_bfloat16 else 4
     tokens, layers = sequences * model_config.context_length, range(model_config.num_layers)
-    blocks = [tokens * _block_bytes_per_token(model_config, layer, is_bfloat16) for layer in layers]
+    blocks = [tokens * block_bytes_per_token(model_config, layer, is_bfloat16) for layer in layers]
     all_stored = model_config.num_layers * tokens * 4 * model_config.d_model if has_checkpointing else sum(blocks)
     copies = 2 * hidden if is_bfloat16 else 0
     head = 4 * (model_config.vocab_size or 0) * model_config.d_model  # a gradient of the head
@@ -95,15 +98,15 @@ def predict_training_memory(
         logits += logits + head // 2  # the chunk and its gradient in bfloat16, and a copy of the head
     # The gradients of a block's activations need most memory in its feed-forward network.
     first_gradients, last_gradients = (
-        tokens * _gradient_bytes_per_token(model_config, layer, element) for layer in (0, model_config.num_layers - 1)
+        tokens * gradient_bytes_per_token(model_config, layer, element) for layer in (0, model_config.num_layers - 1)
     )
     recomputed = blocks[-1] if has_checkpointing else 0
     last_copies = copies // model_config.num_layers if has_checkpointing else copies
-    by_block = [_hidden_matrices(model_config, layer) for layer in layers]
+    by_block = [hidden_matrices(model_config, layer) for layer in layers]
     sizes = [sum(math.prod(shape) for shape in shapes) for shapes in by_block]
     largest_block = hidden * max(sizes) // sum(sizes)
     # Whole ones: the processes of tensor parallelism all update them.
-    whole_matrices = (_hidden_matrices(whole_config, layer) for layer in layers)
+    whole_matrices = (hidden_matrices(whole_config, layer) for layer in layers)
     matrices = Counter(shape for shapes in whole_matrices for shape in shapes)
     bucket = max(MAX_BUCKET_BYTES, head, *(4 * math.prod(shape) for shape in matrices))
     held = _held_bytes(kind, world_size, weights, state, 4 * largest_block, head, bucket)
@@ -168,53 +171,6 @@ def _held_bytes(
     return _Held(base + head, base + 2 * block + sent, base + gradients + 4 * block + head, base + gradients)
 
 
-def _hidden_matrices(config: ModelConfig, layer: int) -> list[tuple[int, ...]]:
-    """Return the shapes of the matrices of the block of index ``layer``."""
-    d, q, kv = config.d_model, config.num_heads * config.resolved_head_dim, config.kv_heads * config.resolved_head_dim
-    shapes: list[tuple[int, ...]] = [(q, d), (d, q), (kv, d), (kv, d)]
-    dense_width, inputs = config.d_ff, config.feed_forward_matrices - 1
-    if config.moe and config.is_moe_layer(layer):
-        width, experts = config.moe.expert_width(config.d_ff), config.moe.num_experts
-        dense_width = config.moe.num_shared_experts * width
-        shapes += [(experts, d, width), *[(experts, width, d)] * inputs]
-    return [*shapes, (d, dense_width), *[(dense_width, d)] * inputs]
-
-
-def _block_bytes_per_token(config: ModelConfig, layer: int, is_bfloat16: bool) -> int:
-    """Return the bytes that the block of index ``layer`` saves for its backward pass, per token."""
-    d, q, kv = config.d_model, config.num_heads * config.resolved_head_dim, config.kv_heads * config.resolved_head_dim
-    element, inputs = 2 if is_bfloat16 else 4, config.feed_forward_matrices - 1
-    heads = q + 2 * kv  # queries, keys, values
-    dense_width, routing, routed = config.d_ff, 0, 0
-    if config.moe and config.is_moe_layer(layer):
-        width = config.moe.expert_width(config.d_ff)
-        dense_width = config.moe.num_shared_experts * width
-        routed = config.moe.top_k * width * inputs
-        # Affinities; of each choice its expert, token, place and order, and gates before and after they are sorted.
-        routing = 4 * config.moe.num_experts + (4 * 8 + 3 * 4) * config.moe.top_k
-        if is_bfloat16:
-            routing += 4 * d  # the router's input
-    inner = config.feed_forward_matrices * dense_width + routed
-    normalized = (q + kv) if config.qk_norm else 0
-    if is_bfloat16:
-        # Autocast copies the input of each matrix; experts share a copy.
-        copies = 3 + inputs * (dense_width > 0) + (routed > 0)
-        residual = 8 * d if config.norm_placement != "none" else 0
-        return residual + element * (copies * d + q + heads + normalized + inner) + routing
-    residual_inputs = (4 if config.norm_placement != "none" else 2) * d
-    return element * (residual_inputs + heads + q + normalized + inner) + routing
-
-
-def _gradient_bytes_per_token(config: ModelConfig, layer: int, element: int) -> int:
-    """Return the bytes of gradients of activations in the backward pass of the feed-forward network, per token."""
-    d = config.d_model
-    if config.moe and config.is_moe_layer(layer):
-        # Of the experts' inputs, and the tensors of the expert that computes, which all tokens may have chosen.
-        expert = 3 * d + (2 * config.feed_forward_matrices - 1) * config.moe.expert_width(config.d_ff)
-        return element * (config.moe.top_k * d + expert) + 4 * 2 * d
-    return element * 3 * config.d_ff + 4 * 2 * d
-
-
 def choose_parallel(
     execution: Execution, config: TrainConfig, model_config: ModelConfig, device: torch.device
 ) -> ParallelKind:
@@ -267,7 +223,12 @@ def check_tensor_parallel(execution: Execution, model_config: ModelConfig, proce
 
 
 def need_memory(
-    execution: Execution, config: TrainConfig, model_config: ModelConfig, device: torch.device, processes: int
+    execution: Execution,
+    config: TrainConfig,
+    model_config: ModelConfig,
+    device: torch.device,
+    processes: int,
+    adapter: AdapterConfig = _NO_ADAPTER,
 ) -> int:
     """Predict the bytes that each of the processes of a training needs, at least. Each first builds the whole model."""
     if config.precision == "auto" and has_bfloat16(device):
@@ -277,6 +238,8 @@ def need_memory(
         kinds = (execution.parallel,)
     parts = max(1, processes // execution.tensor_parallel)  # of the batch
     sequences = max(1, config.batch_size // (config.gradient_accumulation_steps * parts))
+    if adapter.is_on:
+        return predict_adapter_memory(sequences, execution, config, model_config, adapter, device.type).peak
     peaks = [
         predict_training_memory(sequences, execution, config, model_config, kind, processes, device.type).peak
         for kind in (kinds if parts > 1 else ("none",))
@@ -285,7 +248,12 @@ def need_memory(
 
 
 def check_memory(
-    execution: Execution, config: TrainConfig, model_config: ModelConfig, device: torch.device, processes: int = 0
+    execution: Execution,
+    config: TrainConfig,
+    model_config: ModelConfig,
+    device: torch.device,
+    processes: int = 0,
+    adapter: AdapterConfig = _NO_ADAPTER,
 ) -> None:
     """Raise UserError if a training on CPUs needs more memory than this machine has, by prediction, and as
     :func:`check_tensor_parallel`.
@@ -299,16 +267,18 @@ def check_memory(
         return
     available = available_memory(device) // max(1, processes)
     processes = processes or get_world_size()
-    if (need := need_memory(execution, config, model_config, device, processes)) <= available:
+    if (need := need_memory(execution, config, model_config, device, processes, adapter)) <= available:
         return
     parts = max(1, processes // execution.tensor_parallel)
     smallest = replace(config, gradient_accumulation_steps=max(1, config.batch_size // parts))
-    if need_memory(execution, smallest, model_config, device, processes) <= available:
+    if need_memory(execution, smallest, model_config, device, processes, adapter) <= available:
         advice = (
             f"Raise train.gradient_accumulation_steps (now {config.gradient_accumulation_steps}), lower "
             f"train.batch_size (now {config.batch_size}) or model.context_length (now {model_config.context_length:,}),"
             " or set execution.activation_checkpointing to true."
         )
+    elif adapter.is_on:
+        advice = "Set adapter.dtype to nf4 and execution.activation_checkpointing to true, or use a smaller model."
     else:
         advice = (
             f"Use a smaller model: lower model.d_model (now {model_config.d_model:,}), model.num_layers (now "

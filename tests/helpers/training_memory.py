@@ -13,8 +13,10 @@ import torch
 
 from lm.common.execution import Execution, ParallelKind
 from lm.distributed.plan import parallelize
-from lm.model.config import ModelConfig
+from lm.model.adapter import add_adapter
+from lm.model.config import AdapterConfig, ModelConfig
 from lm.model.transformer import TransformerLM
+from lm.train.adapter_memory import predict_adapter_memory
 from lm.train.config import TrainConfig
 from lm.train.optimizers import make_optimizers, whole_parameters
 from lm.train.training_memory import TrainingMemory, predict_training_memory
@@ -34,6 +36,7 @@ class Case:
     is_bfloat16: bool = False
     has_checkpointing: bool = False
     gradient_accumulation_steps: int = 1
+    adapter: dict[str, Any] = field(default_factory=dict)
 
     @property
     def config(self) -> ModelConfig:
@@ -58,6 +61,14 @@ class Case:
             self.sequences, self.execution, self.training, self.config, self.parallel, world_size, "cpu"
         )
 
+    def predict_peak(self) -> int:
+        """Return the predicted peak of one process, which may train an adapter."""
+        if not self.adapter:
+            return self.predict(1).peak
+        adapter = AdapterConfig(**self.adapter)
+        arguments = self.sequences, self.execution, self.training, self.config, adapter
+        return predict_adapter_memory(*arguments, "cpu").peak
+
 
 def measure_peak(case: Case) -> int:
     """Return the peak bytes of tensors in a step of this rank that is not the first."""
@@ -66,6 +77,8 @@ def measure_peak(case: Case) -> int:
 
     def make_step() -> Callable[[], None]:
         model = TransformerLM(case.config)
+        if case.adapter:
+            add_adapter(model, AdapterConfig(**case.adapter))
         parallel = parallelize(model, case.execution, case.parallel, whole_parameters(model, case.training))
         optimizers = make_optimizers(model, case.training, parallel)
 

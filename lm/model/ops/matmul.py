@@ -51,7 +51,7 @@ def runs_on_mkl(x: Tensor) -> bool:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)  # a frozen matrix needs no input
         return linear_forward(x, weight)
 
     @staticmethod

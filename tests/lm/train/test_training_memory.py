@@ -22,6 +22,13 @@ CASES: list[dict[str, Any]] = [
     {"model": {"tied_embeddings": True}, "vocab_size": 2000, "sequences": 2},
     {"model": {"moe": {"num_experts": 8}}, "sequences": 16},
 ]
+ADAPTER_CASES: list[dict[str, Any]] = [
+    {"adapter": {"rank": 8}},
+    {"adapter": {"rank": 64, "dtype": "nf4"}, "has_checkpointing": True, "model": {"num_layers": 12}},
+    {"adapter": {"rank": 16, "dtype": "bfloat16"}, "sequences": 2, "model": {"d_model": 256, "d_ff": 704}},
+    {"adapter": {"rank": 4, "dropout": 0.1, "dtype": "nf4"}, "is_bfloat16": True},
+    {"adapter": {"rank": 4, "targets": ["q_proj", "v_proj"], "dropout": 0.1}, "sequences": 16},
+]
 SLOW_CASES: list[dict[str, Any]] = [
     {"gradient_accumulation_steps": 2},
     {"vocab_size": 4096, "sequences": 1},
@@ -37,15 +44,22 @@ SLOW_CASES: list[dict[str, Any]] = [
     },
     {"model": {"qk_norm": True}, "optimizer": "muon", "is_bfloat16": True, "has_checkpointing": True},
     {"model": {"d_model": 256, "d_ff": 704}, "vocab_size": 4096, "sequences": 4, "is_bfloat16": True},
+    {"adapter": {"rank": 8}, "is_bfloat16": True},
+    {"adapter": {"rank": 8}, "is_bfloat16": True, "has_checkpointing": True},
+    {"adapter": {"rank": 8, "dtype": "bfloat16"}, "is_bfloat16": True, "has_checkpointing": True},
+    {"adapter": {"rank": 4}, "model": {"moe": {"num_experts": 8}}},
+    {"adapter": {"rank": 4, "dtype": "nf4"}, "model": {"moe": {"num_experts": 8, "num_shared_experts": 1}}},
+    {"adapter": {"rank": 4}, "model": {"qk_norm": True, "feed_forward": "relu2", "norm_placement": "none"}},
+    {"adapter": {"rank": 16}, "optimizer": "muon"},
 ]
 
 
 @pytest.mark.parametrize(
-    "fields", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)], ids=str
+    "fields", [*CASES, *ADAPTER_CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)], ids=str
 )
 def test_the_peak_of_one_process(fields: dict[str, Any]) -> None:
     case = Case(**fields)
-    assert case.predict(1).peak == pytest.approx(measure_peak(case), rel=0.1)
+    assert case.predict_peak() == pytest.approx(measure_peak(case), rel=0.1)
 
 
 def test_a_dense_block_beside_a_block_of_experts_needs_no_less() -> None:

@@ -1,0 +1,120 @@
+"""Memory of a training that learns an adapter, predicted from its configuration.
+
+As in :mod:`lm.train.training_memory`, tensors count, uncompiled. Sources: Hu et al. 2021; Dettmers et al. 2023 (QLoRA).
+"""
+
+import math
+from typing import NamedTuple
+
+from lm.common.execution import Execution
+from lm.model.config import AdapterConfig, ModelConfig
+from lm.model.flops import parameter_count
+from lm.model.ops.cross_entropy import logit_chunk_bytes
+from lm.train.block_memory import block_bytes_per_token, gradient_bytes_per_token, hidden_matrices
+from lm.train.config import TrainConfig
+
+_NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)  # of a number: its index, and its parts of the scales
+
+
+class AdapterMemory(NamedTuple):
+    """Bytes of a process. Each has the whole base."""
+
+    base: int
+    """The frozen weights."""
+    adapter: int
+    """Weights of the adapter. Its gradients need as much."""
+    optimizer_state: int
+    activations: int
+    """Saved for the backward pass, at the end of the forward pass."""
+    peak: int
+    """The most that lives at one time in a step."""
+
+
+def predict_adapter_memory(
+    sequences: int,
+    execution: Execution,
+    config: TrainConfig,
+    model_config: ModelConfig,
+    adapter: AdapterConfig,
+    device_type: str,
+) -> AdapterMemory:
+    """Predict the memory of a process that trains ``adapter`` with micro-batches of ``sequences`` full contexts.
+
+    Raises UserError if the vocabulary size is not set.
+    """
+    layers, tokens = range(model_config.num_layers), sequences * model_config.context_length
+    linear = [_linear_layers(model_config, layer) for layer in layers]
+    numbers = [sum(o * i for o, i in shapes.values()) for shapes in linear]
+    total = parameter_count(model_config)["total"]
+    has_autocast, is_narrow = config.precision == "bfloat16", adapter.dtype == "bfloat16"
+    if adapter.dtype == "nf4":
+        base = int(4 * (total - sum(numbers)) + _NF4_BYTES * sum(numbers))
+    else:
+        base = (2 if is_narrow else 4) * total
+    trained = [shape for shapes in linear for name, shape in shapes.items() if _is_target(adapter, name)]
+    weights = 4 * adapter.rank * sum(o + i for o, i in trained)
+    state = weights * (1 if config.optimizer == "muon" else 2)
+    # Autocast makes a copy of each float32 matrix, which the backward pass needs; of those in 4 bits none stays.
+    copies = [2 * number if has_autocast and adapter.dtype == "float32" else 0 for number in numbers]
+    blocks = [
+        tokens * _block_bytes_per_token(model_config, layer, adapter, linear[layer], has_autocast) + copies[layer]
+        for layer in layers
+    ]
+    element, residual = 2 if has_autocast or is_narrow else 4, 2 if is_narrow else 4
+    width, vocab_size = model_config.d_model, model_config.vocab_size or 0
+    has_checkpointing = execution.activation_checkpointing
+    stored = len(layers) * tokens * residual * width if has_checkpointing else sum(blocks)
+    activations = stored + tokens * (residual + element) * width  # with the input of the loss, and the gradient of it
+    logits = min(logit_chunk_bytes(device_type), 4 * tokens * vocab_size)
+    if element == 2:
+        logits += logits // 2 + (2 * vocab_size * width if residual == 4 else 0)  # the gradient; a copy of the head
+    dequantized = 6 * max(o * i for shapes in linear for o, i in shapes.values()) if adapter.dtype == "nf4" else 0
+    recomputed = blocks[-1] if has_checkpointing else 0
+    gradients = tokens * gradient_bytes_per_token(model_config, len(layers) - 1, element)
+    experts = [shape for shape in hidden_matrices(model_config, len(layers) - 1) if len(shape) == 3]
+    gradients += sum(4 * math.prod(shape) for shape in experts)  # computed, though they are frozen
+    held = base + weights + state
+    peak = max(held + activations + logits, held + stored + recomputed + gradients + dequantized, held + 2 * weights)
+    return AdapterMemory(base, weights, state, activations, peak)
+
+
+def _is_target(adapter: AdapterConfig, name: str) -> bool:
+    return not adapter.targets or name in adapter.targets
+
+
+def _linear_layers(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
+    """Return the shapes (out_features, in_features) of the linear layers of the block of index ``layer``, by name."""
+    d, q, kv = config.d_model, config.num_heads * config.resolved_head_dim, config.kv_heads * config.resolved_head_dim
+    inner = config.d_ff
+    if config.moe and config.is_moe_layer(layer):
+        inner = config.moe.num_shared_experts * config.moe.expert_width(config.d_ff)
+    shapes = {"q_proj": (q, d), "k_proj": (kv, d), "v_proj": (kv, d), "output_proj": (d, q)}
+    if inner:
+        shapes |= {"w1": (inner, d), "w2": (d, inner)}
+    return {**shapes, "w3": (inner, d)} if inner and config.feed_forward == "swiglu" else shapes
+
+
+def _block_bytes_per_token(
+    config: ModelConfig, layer: int, adapter: AdapterConfig, linear: dict[str, tuple[int, int]], has_autocast: bool
+) -> int:
+    """Return the bytes that a block saves for its backward pass, per token: those of a training of all weights, but the
+    inputs of layers only where there is an adapter."""
+    is_narrow = adapter.dtype == "bfloat16"
+    has_copies = has_autocast or is_narrow  # of the input of each matrix; in float32 those of the same input share it
+    trained = {name: shape for name, shape in linear.items() if _is_target(adapter, name)}
+    saved = block_bytes_per_token(config, layer, has_copies)
+    saved += (2 if has_autocast else 4) * adapter.rank * len(trained)
+    if has_copies:
+        saved -= sum(2 * i for name, (_, i) in linear.items() if name not in trained and name != "output_proj")
+        saved += 2 * trained["output_proj"][1] if "output_proj" in trained else 0
+    else:
+        for names in (("q_proj", "k_proj", "v_proj"), ("w1", "w3"), ("w2",)):
+            is_saved = trained.keys() & set(names) and not adapter.dropout
+            saved -= 4 * linear[names[0]][1] if names[0] in linear and not is_saved else 0
+    inputs = sum(i for _, i in trained.values())
+    if is_narrow:
+        saved -= 4 * config.d_model  # the residual stream
+        saved += 0 if has_autocast else 2 * inputs  # float32 copies for the adapter
+    if adapter.dropout:
+        saved += 4 * inputs if has_copies else 8 * inputs  # what drops, and in float32 what is left
+    return saved
