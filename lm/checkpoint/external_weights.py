@@ -1,7 +1,7 @@
 """Build a model from the weights of another project, or say why they cannot be loaded."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
@@ -28,7 +28,7 @@ _MAX_NUMBER = 1 << 40  # of a config field
 _OTHER_HEAD = re.compile(r"(.*\.)?(score|classifier|classification_head)\.(.*\.)?weight")
 _MERGE = "merge it into its base model (in peft: merge_and_unload, then save_pretrained) and load the result"
 _OTHER_FORMATS = {  # of weights, by the names of their files
-    "*.gguf": "GGUF, which textmill writes but does not read; use the safetensors files of the same model",
+    "*.gguf": "GGUF; name the file itself, not its directory",
     **dict.fromkeys(
         ("pytorch_model*.bin", "*.pt", "*.ckpt", "tf_model.h5", "flax_model.msgpack"),
         "not safetensors; load it with transformers, and save it with save_pretrained(safe_serialization=True)",
@@ -80,7 +80,7 @@ def check_fixed_fields(path: Path, content: dict[str, Any], fixed: dict[str, Any
 
 def assemble_model(
     config: ModelConfig,
-    shards: Sequence[dict[str, Tensor]],
+    shards: Sequence[Mapping[str, Tensor]],
     names: dict[str, str],
     directory: Path,
     device: torch.device | str,
@@ -112,7 +112,11 @@ def assemble_model(
         # that is rounded chooses others.
         weights[name] = weight.to(device, dtype if name in parameters else expected.dtype, copy=True)
     known = set(external_names.values())
-    derived = ("rope.freqs", "rotary_emb.inv_freq")  # in some files, though they follow from the config
+    derived = (
+        "rope.freqs",
+        "rotary_emb.inv_freq",
+        "rope_freqs.weight",
+    )  # in some files, though they follow from the config
     if unknown := [name for name in chain(*shards) if name not in known and not name.endswith(derived)]:
         raise UserError(f"{directory} has {unknown[0]}, which no Llama of its config has; use the weights' own config.")
     assign_weights(model, weights, str(directory), device)
@@ -125,7 +129,7 @@ def translate_name(name: str, names: dict[str, str]) -> str:
     return re.sub(rf"\b({'|'.join(map(re.escape, names))})\b", lambda match: names[match[0]], name)
 
 
-def collect_parts(shards: Sequence[dict[str, Tensor]], name: str, directory: Path) -> list[Tensor]:
+def collect_parts(shards: Sequence[Mapping[str, Tensor]], name: str, directory: Path) -> list[Tensor]:
     """Return the tensor ``name`` of each shard, not joined. Raises UserError if one is missing or dtypes differ."""
     parts = [shard[name] for shard in shards if name in shard]
     if not parts:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from lm.checkpoint.external_weights import check_is_expressible, reorder_rotary_rows, translate_name
-from lm.checkpoint.hugging_face import MODULE_NAMES, find_rotary
+from lm.checkpoint.gguf_reader import GGUF_NAMES, ROTARY_DIVISORS
+from lm.checkpoint.gguf_tokenizer import PRETOKENIZERS
+from lm.checkpoint.hugging_face import find_rotary
 from lm.checkpoint.hugging_face_config import EXPRESSIBLE_OPTIONS
 from lm.common.errors import UserError, translate_write_errors
 from lm.data.chat_template import END_TOKEN, find_template
@@ -33,14 +35,7 @@ _TYPES = {  # of matrices and of the file, in gguf's words
     "q8_0": ("Q8_0", "MOSTLY_Q8_0"),
 }
 _BLOCK_SIZE = 32  # numbers of a row that share a scale in Q8_0
-# llama.cpp's pretokenizer of each pattern, without and with ignore_merges.
-_PRETOKENIZERS: dict[tuple[Pattern, bool], str] = {
-    (PATTERNS["gpt2"], False): "gpt-2",
-    (PATTERNS["llama3"], False): "smaug-bpe",
-    (PATTERNS["llama3"], True): "llama-bpe",
-    (PATTERNS["qwen2"], False): "qwen2",
-    (PATTERNS["deepseek"], False): "deepseek-v3",
-}
+_PRE_NAMES = {(pre.pattern, pre.ignore_merges): name for name, pre in PRETOKENIZERS.items()}
 
 
 def save_gguf(model: TransformerLM, tokenizer: Tokenizer, path: Path, weight_type: GGUFType = "bfloat16") -> None:
@@ -60,7 +55,6 @@ def save_gguf(model: TransformerLM, tokenizer: Tokenizer, path: Path, weight_typ
             GGMLQuantizationType,
             GGUFWriter,
             LlamaFileType,
-            get_tensor_name_map,
         )
         from gguf.quants import quant_shape_to_byte_shape, quantize
     except ImportError:
@@ -76,7 +70,6 @@ def save_gguf(model: TransformerLM, tokenizer: Tokenizer, path: Path, weight_typ
         path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     architecture = MODEL_ARCH.QWEN3 if config.qk_norm else MODEL_ARCH.LLAMA
-    names = get_tensor_name_map(architecture, config.num_layers)
     matrix_type, file_type = _TYPES[weight_type]
     writer = GGUFWriter(temporary, MODEL_ARCH_NAMES[architecture])
     writer.add_file_type(LlamaFileType[file_type])
@@ -86,12 +79,12 @@ def save_gguf(model: TransformerLM, tokenizer: Tokenizer, path: Path, weight_typ
     for key, weight in model.state_dict().items():
         # llama.cpp's qwen3 rotates the pairs (i, i + K/2); its llama rotates adjacent pairs, as we do.
         is_reordered = config.qk_norm and is_rotary.get(key, False)
-        name = names.get_name(translate_name(key, MODULE_NAMES), (".weight", ".bias")) or key
+        name = translate_name(key, GGUF_NAMES)
         tensors.append((name, weight, GGMLQuantizationType[matrix_type if weight.ndim > 1 else "F32"], is_reordered))
     if config.rope_scaling and config.rope_scaling.kind == "llama3":  # by what it divides each frequency (K/2)
         theta, width = config.rope_theta, config.resolved_head_dim
         divisors = rotary_frequencies(theta, width) / rotary_frequencies(theta, width, config.rope_scaling)
-        tensors.append(("rope_freqs.weight", divisors, GGMLQuantizationType.F32, False))
+        tensors.append((ROTARY_DIVISORS, divisors, GGMLQuantizationType.F32, False))
     for name, weight, tensor_type, _ in tensors:
         num_bytes = math.prod(quant_shape_to_byte_shape(weight.shape, tensor_type))
         writer.add_tensor_info(name, weight.shape, np.dtype(np.float32), num_bytes, tensor_type)
@@ -147,15 +140,15 @@ def _check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:
             f"The tokenizer has {tokenizer.size:,} ids, the model {config.vocab_size:,}; they do not belong together."
         )
     names: dict[Pattern, str] = {pattern: name for name, pattern in PATTERNS.items()}
-    supported = {names[pattern]: None for pattern, _ in _PRETOKENIZERS if pattern in names}
-    if (tokenizer.pattern, False) not in _PRETOKENIZERS:
+    supported = {names[pattern]: None for pattern, _ in _PRE_NAMES if pattern in names}
+    if (tokenizer.pattern, False) not in _PRE_NAMES:
         raise UserError(
             f"tokenizer.pattern {names.get(tokenizer.pattern, tokenizer.pattern)!r} cannot be exported to GGUF: "
             f"llama.cpp has only {', '.join(supported)} of the patterns."
         )
     parts = tokenizer.parts
     options = {
-        "ignore_merges": (parts.pattern, parts.ignore_merges) not in _PRETOKENIZERS,
+        "ignore_merges": (parts.pattern, parts.ignore_merges) not in _PRE_NAMES,
         "normalizer": parts.normalizer,
         "added_tokens": parts.added_tokens,
     }
@@ -203,7 +196,7 @@ def _add_tokenizer_metadata(writer: "GGUFWriter", tokenizer: Tokenizer, config: 
         is_unused, is_special = token_id not in texts, token_id in special_ids
         types.append(TokenType.UNUSED if is_unused else TokenType.CONTROL if is_special else TokenType.NORMAL)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(_PRETOKENIZERS[tokenizer.pattern, tokenizer.ignore_merges])
+    writer.add_tokenizer_pre(_PRE_NAMES[tokenizer.pattern, tokenizer.ignore_merges])
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges([f"{bytes_to_unicode(left)} {bytes_to_unicode(right)}" for left, right in tokenizer.merges])

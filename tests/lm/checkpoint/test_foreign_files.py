@@ -177,7 +177,7 @@ ADAPTER = json.dumps({"base_model_name_or_path": "org/base"})
         (renamed_weights("pytorch_model.bin"), r"pytorch_model\.bin is not safetensors; load it with transformers"),
         (renamed_weights("tf_model.h5"), r"tf_model\.h5 is not safetensors; load it with transformers"),
         (renamed_weights("model-00001-of-00002.safetensors"), r"model\.safetensors\.index\.json is missing"),
-        (only("model.gguf"), r"model\.gguf is GGUF, which textmill writes but does not read; use the safetensors"),
+        (only("model.gguf"), r"model\.gguf is GGUF; name the file itself"),
         (only("adapter_config.json", ADAPTER), "an adapter of the model 'org/base', and there is no such"),
         (only("pytorch_model-00001-of-00003.bin"), r"pytorch_model-00001-of-00003\.bin is not safetensors"),
         (lfs_pointer("model.safetensors"), r"model\.safetensors is a pointer of Git LFS.*git lfs pull"),
