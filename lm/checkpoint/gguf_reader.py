@@ -45,9 +45,9 @@ GGUF_NAMES = {
 """Names of modules, ours → GGUF's."""
 ROTARY_DIVISORS = "rope_freqs.weight"
 """Name of the tensor by which each rotary frequency is divided, (K/2,): llama3's scaling."""
-_ADJACENT_PAIRS = {"llama": True, "qwen2": False, "qwen3": False}
+ADJACENT_PAIRS = {"llama": True, "qwen2": False, "qwen3": False}
 """Whether an architecture rotates adjacent pairs, as our models do, and not (i, i + K/2)."""
-_FIELDS: FieldTable = {
+GGUF_FIELDS: FieldTable = {
     "embedding_length": ("d_model", None),
     "block_count": ("num_layers", None),
     "attention.head_count": ("num_heads", None),
@@ -58,6 +58,7 @@ _FIELDS: FieldTable = {
     "attention.layer_norm_rms_epsilon": ("norm_eps", 1e-5),
     "rope.freq_base": ("rope_theta", 10000.0),
 }
+"""Names in the metadata, after that of the architecture."""
 
 
 def load_gguf(
@@ -75,7 +76,7 @@ def load_gguf(
         dtypes = {"F32": torch.float32, "F16": torch.float16}
         dtype = dtypes.get(file.stored["token_embd.weight"].type_name, torch.bfloat16)
     model = assemble_model(config, [file], GGUF_NAMES, path, device, dtype)
-    if not _ADJACENT_PAIRS[architecture]:
+    if not ADJACENT_PAIRS[architecture]:
         is_rotary = find_rotary(model)
         for name, parameter in model.named_parameters():
             if is_rotary[name]:
@@ -94,9 +95,9 @@ def read_gguf_config(file: GGUFFile, max_seq_len: int | None = None) -> tuple[Mo
     if (parts := metadata.get("split.count", 0)) not in (0, 1):
         raise UserError(f"{path} is one of {parts} files of a model; join them: llama-gguf-split --merge FIRST OUT")
     architecture = metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in _ADJACENT_PAIRS:
+    if not isinstance(architecture, str) or architecture not in ADJACENT_PAIRS:
         raise UserError(
-            f"{path}: general.architecture {architecture!r} is not supported; use a {' or a '.join(_ADJACENT_PAIRS)}."
+            f"{path}: general.architecture {architecture!r} is not supported; use a {' or a '.join(ADJACENT_PAIRS)}."
         )
     content = {
         name.removeprefix(f"{architecture}."): value
@@ -127,7 +128,7 @@ def read_gguf_config(file: GGUFFile, max_seq_len: int | None = None) -> tuple[Mo
     config = read_model_config(
         path,
         content,
-        _FIELDS,
+        GGUF_FIELDS,
         vocab_size=embedding.shape[0],
         tied_embeddings="output.weight" not in file.stored,
         qkv_bias="blk.0.attn_q.bias" in file.stored,

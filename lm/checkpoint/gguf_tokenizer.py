@@ -7,11 +7,12 @@ added tokens. llama.cpp normalizes no text.
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from lm.common.errors import UserError
+from lm.data.chat_template import END_TOKEN, find_template
 from lm.text.character_tables import PUBLISHED_TABLES
 from lm.text.normalize import NORMALIZERS
 from lm.text.patterns import PATTERNS
@@ -21,8 +22,12 @@ from lm.tokenizer.chat_settings import ChatSettings
 from lm.tokenizer.formats.tiktoken import check_all_bytes
 from lm.tokenizer.formats.tokenizer_config import TokenizerParts
 from lm.tokenizer.formats.tokenizer_json import drop_default_ids, drop_repeated
-from lm.tokenizer.formats.vocab_merges import parse_merges, parse_vocab
+from lm.tokenizer.formats.vocab_merges import bytes_to_unicode, format_vocab, parse_merges, parse_vocab
+from lm.tokenizer.text_tokenizer import find_text_ends
 from lm.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +35,8 @@ _PREFIX = "tokenizer.ggml."
 CHAT_TEMPLATE_KEY = "tokenizer.chat_template"
 NORMALIZER_KEY = "textmill.normalizer"
 """Key of the normalizer that a tokenizer had when it was written. Files of others lack it."""
+
+_NO_NORMALIZER = "none"
 
 
 class Pretokenizer(NamedTuple):
@@ -52,17 +59,20 @@ PRETOKENIZERS = {
     "smollm": Pretokenizer((r"\p{N}", GPT2_PATTERN)),  # Digits, then GPT-2's
 }
 """By name in llama.cpp."""
+_PRE_NAMES = {(pre.pattern, pre.ignore_merges): name for name, pre in PRETOKENIZERS.items()}
 _OTHER_NAMES = {  # of the same in llama.cpp
     **dict.fromkeys(("llama3", "llama-v3"), "llama-bpe"),
     "deepseek-r1-qwen": "qwen2",
     **dict.fromkeys(("starcoder", "refact"), "smollm"),
 }
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # types of tokens
+_CONTEXT_FLAGS = ("lstrip", "rstrip", "single_word")  # of added tokens
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-_ENDS = {  # tokens that end a generation in llama.cpp by their text
+ENDS = {
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"),
     *("<｜end▁of▁sentence｜>", "</s>", "<EOT>"),
 }
+"""Tokens that end a generation in llama.cpp by their text."""
 
 
 def parse_tokenizer(path: Path, metadata: dict[str, Any]) -> Tokenizer:
@@ -98,8 +108,8 @@ def parse_tokenizer(path: Path, metadata: dict[str, Any]) -> Tokenizer:
     ids = {text: token_id for token_id, text in enumerate(tokens) if types[token_id] != _UNUSED}
     vocab = parse_vocab(path, ids, {token.content for token in added})
     check_all_bytes(path, vocab)
-    normalizer = metadata.get(NORMALIZER_KEY, pre.normalizer) or None
-    if normalizer not in (None, *NORMALIZERS):
+    normalizer = metadata.get(NORMALIZER_KEY, pre.normalizer or _NO_NORMALIZER)
+    if normalizer not in (_NO_NORMALIZER, *NORMALIZERS):
         raise UserError(f"{path}: {NORMALIZER_KEY} {normalizer!r} is unknown; use {', '.join(NORMALIZERS)}.")
     specials = [token.content for token in added if token.special]
     begin = _token_text(path, fields, "bos_token_id", tokens)
@@ -110,7 +120,7 @@ def parse_tokenizer(path: Path, metadata: dict[str, Any]) -> Tokenizer:
         specials,
         pre.pattern,
         pre.ignore_merges,
-        normalizer,
+        None if normalizer == _NO_NORMALIZER else normalizer,
         drop_default_ids(path, vocab, added),
         begin if has_begin else None,
         PUBLISHED_TABLES,
@@ -137,7 +147,7 @@ def _read_chat(
     variables = {"unknown_token": "unk_token", "padding_token": "pad_token"}  # in the templates
     texts = {variables.get(name, name): text for name, text in texts.items()}
     stated = {tokens.index(text) for key in _END_KEYS if (text := _token_text(path, fields, key, tokens)) is not None}
-    end_ids = stated | {token_id for text, token_id in added_ids.items() if text in _ENDS}
+    end_ids = stated | {token_id for text, token_id in added_ids.items() if text in ENDS}
     if not (sources or stated):
         return None
     return ChatSettings(sources, texts, tuple(sorted(end_ids)))
@@ -159,3 +169,94 @@ def _read_texts(path: Path, fields: dict[str, Any], name: str) -> list[str]:
     if not isinstance(texts, list) or not texts:
         raise UserError(f"{path} has no tokenizer.ggml.{name}, a list of texts; use a file with the tokenizer in it.")
     return texts
+
+
+def check_tokenizer(tokenizer: Tokenizer, num_ids: int) -> None:
+    """Raise UserError if llama.cpp cannot encode as ``tokenizer`` does, or if its model, of ``num_ids``, is another.
+
+    It lacks most patterns, flags of added tokens, and all normalizers. NFC is let pass with a warning: most text is in
+    NFC already.
+    """
+    if tokenizer.size > num_ids:
+        raise UserError(
+            f"The tokenizer has {tokenizer.size:,} ids, the model {num_ids:,}; they do not belong together."
+        )
+    names: dict[Pattern, str] = {pattern: name for name, pattern in PATTERNS.items()}
+    supported = {names[pattern]: None for pattern, _ in _PRE_NAMES if pattern in names}
+    if (tokenizer.pattern, False) not in _PRE_NAMES:
+        raise UserError(
+            f"tokenizer.pattern {names.get(tokenizer.pattern, tokenizer.pattern)!r} cannot be exported to GGUF: "
+            f"llama.cpp has only {', '.join(supported)} of the patterns, and SmolLM's, single digits before gpt2."
+        )
+    is_other_form = tokenizer.normalizer not in (None, "NFC")
+    flags = [
+        f"the flag {name} of {token.content!r}"
+        for token in tokenizer.added_tokens
+        for name in _CONTEXT_FLAGS
+        if getattr(token, name)
+    ]
+    lacking = [
+        *(["ignore_merges"] if (tokenizer.pattern, tokenizer.ignore_merges) not in _PRE_NAMES else []),
+        *([f"the normalizer {tokenizer.normalizer}"] if is_other_form else []),
+        *flags,
+    ]
+    if lacking:
+        raise UserError(
+            f"A tokenizer with {lacking[0]} cannot be exported to GGUF; export a directory for transformers."
+        )
+    # Without them llama.cpp takes id 11 for the end of a text, and refuses the file, in this order.
+    if not tokenizer.special_ids:
+        raise UserError("GGUF requires a special token that ends a text, and the tokenizer has no such token.")
+    if not tokenizer.merges:
+        raise UserError("GGUF requires merges, and the tokenizer has no merges.")
+    if tokenizer.normalizer:
+        log.warning(
+            "The tokenizer normalizes text to %s, and llama.cpp does not: text in another form gets other ids there.",
+            tokenizer.normalizer,
+        )
+
+
+def add_tokenizer_metadata(writer: "GGUFWriter", tokenizer: Tokenizer, num_ids: int) -> None:
+    """Add tokens, merges, special tokens and chat templates. Ids below ``num_ids`` that no token has are marked as
+    unused."""
+    texts = {token_id: text for text, token_id in format_vocab(tokenizer.vocab, tokenizer.added_ids).items()}
+    types = dict.fromkeys(texts, _NORMAL) | dict.fromkeys(tokenizer.added_ids.values(), _USER_DEFINED)
+    types |= dict.fromkeys(tokenizer.special_ids.values(), _CONTROL)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_PRE_NAMES[tokenizer.pattern, tokenizer.ignore_merges])
+    writer.add_string(NORMALIZER_KEY, tokenizer.normalizer or _NO_NORMALIZER)  # the library leaves out empty texts
+    writer.add_token_list([texts.get(token_id, f"[PAD{token_id}]") for token_id in range(num_ids)])
+    writer.add_token_types([types.get(token_id, _UNUSED) for token_id in range(num_ids)])
+    writer.add_token_merges([f"{bytes_to_unicode(left)} {bytes_to_unicode(right)}" for left, right in tokenizer.merges])
+    template, chat = find_template(tokenizer), tokenizer.chat or ChatSettings()
+    ends = _list_ends(tokenizer)
+    begin = chat.tokens.get("bos_token") or find_text_ends(tokenizer)[0] or ""
+    writer.add_bos_token_id(tokenizer.added_ids.get(begin, ends[0]))
+    # Dialogs in the template of this project are trained without it.
+    writer.add_add_bos_token(tokenizer.begin_token is not None and not (template and template.is_own))
+    writer.add_add_eos_token(False)
+    for name, add in (("pad_token", writer.add_pad_token_id), ("unk_token", writer.add_unk_token_id)):
+        if (text := chat.tokens.get(name)) in tokenizer.added_ids:
+            add(tokenizer.added_ids[text or ""])
+    if template:
+        sources = template.sources
+        named = [{"name": name, "template": source} for name, source in sources.items()]
+        writer.add_chat_template(named if len(named) > 1 else sources["default"])
+        ends.insert(1, ends[0])  # the end of an answer
+    adds = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
+    for end_id, add in zip(ends, adds, strict=False):
+        add(end_id)
+    if lost := [texts[end_id] for end_id in ends[len(adds) :] if texts[end_id] not in ENDS]:
+        log.warning("GGUF has no place for another token that ends a generation; llama.cpp goes on after %s.", lost[0])
+
+
+def _list_ends(tokenizer: Tokenizer) -> list[int]:
+    """Return the ids that end a generation: first that of an answer or a text, last those that llama.cpp knows by their
+    text."""
+    template, chat = find_template(tokenizer), tokenizer.chat or ChatSettings()
+    _, end = find_text_ends(tokenizer)
+    first = END_TOKEN if template and template.is_own else chat.tokens.get("eos_token", end)
+    ends = [tokenizer.added_ids[first]] if first in tokenizer.added_ids else []
+    known = {token_id for text, token_id in tokenizer.added_ids.items() if text in ENDS}
+    ends += sorted(chat.end_ids, key=lambda end_id: end_id in known)
+    return [*dict.fromkeys(ends)] or [min(tokenizer.special_ids.values())]

@@ -52,7 +52,9 @@ def test_smaller_types_become_the_numbers_that_the_library_reads(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"qk_norm": True, "head_dim": 128}], ids=["llama", "qwen3"])
+@pytest.mark.parametrize(
+    "options", [{}, {"qkv_bias": True}, {"qk_norm": True, "head_dim": 128}], ids=["llama", "qwen2", "qwen3"]
+)
 def test_transformers_reads_the_same_model(tmp_path: Path, options: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     save_gguf(make_model(**options), TOKENIZER, tmp_path / "model.gguf", "q8_0")

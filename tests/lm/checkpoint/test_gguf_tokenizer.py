@@ -11,11 +11,13 @@ from lm.checkpoint.gguf import save_gguf
 from lm.checkpoint.gguf_reader import load_gguf_tokenizer
 from lm.common.errors import UserError
 from lm.data.chat_template import END_TOKEN, add_chat_tokens, find_template, make_jinja_template
-from lm.text.pretokenize import END_OF_TEXT
+from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN
+from lm.tokenizer.added_tokens import AddedToken
+from lm.tokenizer.chat_settings import ChatSettings
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.gguf_files import Change, rewrite, with_field, without
-from tests.helpers.tokenizers import make_tokenizer
-from tests.lm.checkpoint.test_gguf import TOKENIZER, make_model
+from tests.helpers.tokenizers import make_tokenizer, published_parts
+from tests.lm.checkpoint.test_gguf import TOKENIZER, make_model, read_fields
 
 TEXT = "Once upon a time, there's 12345  cats.\n\n  Naïve café 日本語 🙂 I'LL go   \r\n x!!!\n"
 
@@ -86,6 +88,52 @@ def test_user_defined_tokens_are_added_and_not_special(tmp_path: Path) -> None:
     loaded = load_gguf_tokenizer(rewrite(path, with_field("tokenizer.ggml.token_type", types, "INT32")))
     assert loaded.special_tokens == [END_OF_TEXT]
     assert loaded.encode("a<think>", allowed_special=()) == [*loaded.encode("a"), tokenizer.special_ids["<think>"]]
+
+
+def test_added_tokens_and_a_normalizer_come_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    parts = make_tokenizer("qwen2", [END_OF_TEXT]).parts
+    tokenizer = Tokenizer(*parts._replace(normalizer="NFC", added_tokens=[AddedToken("<think>", special=False)]))
+    with caplog.at_level(logging.WARNING):
+        path = write(tmp_path / "model.gguf", tokenizer)
+    assert "normalizes text to NFC, and llama.cpp does not" in caplog.text
+    loaded = load_gguf_tokenizer(path)
+    assert published_parts(tokenizer)._replace(chat=None) == loaded.parts._replace(chat=None)
+    text = "e\u0301 <think>"
+    assert loaded.encode(text) == tokenizer.encode(text) == [*tokenizer.encode("é "), tokenizer.added_ids["<think>"]]
+    for other in (None, "NFC"):
+        path = write(tmp_path / f"{other}.gguf", Tokenizer(*parts._replace(normalizer=other)))
+        assert load_gguf_tokenizer(path).normalizer == other
+        if other:
+            assert load_gguf_tokenizer(rewrite(path, without("textmill.normalizer"))).normalizer == "NFC", "Qwen's"
+
+
+def test_digits_before_the_pattern_come_back(tmp_path: Path) -> None:
+    parts = TOKENIZER.parts._replace(pattern=(r"\p{N}", GPT2_PATTERN), special_tokens=[END_OF_TEXT])
+    tokenizer = Tokenizer(*parts)
+    path = write(tmp_path / "model.gguf", tokenizer)
+    assert read_fields(path)["tokenizer.ggml.pre"] == "smollm"
+    loaded = load_gguf_tokenizer(path)
+    assert loaded.pattern == tokenizer.pattern and loaded.encode(TEXT) == tokenizer.encode(TEXT)
+
+
+def test_the_settings_of_a_published_model_come_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    specials = [END_OF_TEXT, "<|im_start|>", "<|im_end|>", "<a>", "<b>", "<pad>"]
+    plain = make_tokenizer("qwen2", specials)
+    ids = plain.special_ids
+    templates = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    tokens = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<pad>", "unk_token": END_OF_TEXT}
+    ends = tuple(sorted(ids[text] for text in (END_OF_TEXT, "<|im_end|>", "<a>")))
+    tokenizer = Tokenizer(*plain.parts._replace(chat=ChatSettings(templates, tokens, ends)))
+    path = write(tmp_path / "model.gguf", tokenizer)
+    fields = {name.removeprefix("tokenizer.ggml."): value for name, value in read_fields(path).items()}
+    assert [fields[f"{name}_token_id"] for name in ("bos", "eos", "eot", "padding", "unknown")] == [
+        *(ids[text] for text in ("<|im_start|>", "<|im_end|>", "<|im_end|>", "<pad>", END_OF_TEXT))
+    ]
+    assert load_gguf_tokenizer(path).chat == tokenizer.chat and not caplog.text
+    more = ChatSettings(templates, tokens, (*ends, ids["<b>"]))
+    with caplog.at_level(logging.WARNING):
+        write(tmp_path / "more.gguf", Tokenizer(*plain.parts._replace(chat=more)))
+    assert "no place for another token that ends a generation; llama.cpp goes on after <b>" in caplog.text
 
 
 def test_ids_beyond_the_tokens_end_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
