@@ -21,6 +21,7 @@ def find_model_files(directory: Path, store: Store) -> list[Source]:
         "*.json",
         "*.safetensors",
         "*.pth",
+        "pytorch_model*.bin",
         "*.model",
         "merges.txt",
         "*.jinja",
@@ -32,7 +33,9 @@ def find_model_files(directory: Path, store: Store) -> list[Source]:
 
         folders = model_directories(directory)
     found = (path for folder in folders for pattern in patterns for path in folder.resolve().glob(pattern))
-    paths = sorted({str(path) for path in found if path.is_file()})
+    files = [path for path in found if path.is_file()]
+    has_safetensors = {path.parent for path in files if path.suffix == ".safetensors"}
+    paths = sorted({str(path) for path in files if path.suffix != ".bin" or path.parent not in has_safetensors})
     if not paths:
         from lm.checkpoint.external_weights import refuse_other_formats
 

@@ -29,11 +29,14 @@ _OTHER_HEAD = re.compile(r"(.*\.)?(score|classifier|classification_head)\.(.*\.)
 _MERGE = "merge it into its base model (in peft: merge_and_unload, then save_pretrained) and load the result"
 _OTHER_FORMATS = {  # of weights, by the names of their files
     "*.gguf": "GGUF; name the file itself, not its directory",
+    **{
+        f"{name}-*{suffix}": f"one of several, and their {name}{suffix}.index.json is missing; use all files"
+        for name, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin"))
+    },
     **dict.fromkeys(
-        ("pytorch_model*.bin", "*.pt", "*.ckpt", "tf_model.h5", "flax_model.msgpack"),
+        ("*.pt", "*.ckpt", "tf_model.h5", "flax_model.msgpack"),
         "not safetensors; load it with transformers, and save it with save_pretrained(safe_serialization=True)",
     ),
-    "model-*.safetensors": "one of several, and their model.safetensors.index.json is missing; use all files",
 }
 
 
@@ -217,16 +220,26 @@ def use_plain_names(tensors: dict[str, Tensor], directory: Path) -> dict[str, Te
 
 
 def refuse_quantized(tensors: dict[str, Tensor], config: dict[str, Any], directory: Path) -> None:
-    """Raise UserError if a tensor is not floating-point of at least 16 bits, as in all files of quantized weights."""
+    """Raise UserError, with the name of the method, if a tensor is neither floating-point of at least 16 bits nor FP8,
+    as in all files of other quantized weights."""
     for name, tensor in tensors.items():
-        if tensor.dtype not in WEIGHT_DTYPES:
-            quantization = config.get("quantization_config")
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        if tensor.dtype not in (*WEIGHT_DTYPES, torch.float8_e4m3fn):
             raise UserError(
-                f"{directory}: {name} is {tensor.dtype}: the weights are quantized ({method or 'no method is named'}), "
-                "and textmill reads floating-point of at least 16 bits; use the original model. textmill quantizes "
-                "when it serves (--quantize)."
+                f"{directory}: {name} is {tensor.dtype}: the weights are quantized ({_quantization(tensors, config)}), "
+                "and textmill reads floating-point of at least 16 bits, and FP8; use the original model, or a GGUF "
+                "file of it. textmill quantizes when it serves (--quantize)."
             )
+
+
+def _quantization(tensors: dict[str, Tensor], config: dict[str, Any]) -> str:
+    """Return the name of the method by which weights are quantized, from the config or else from their names."""
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if isinstance(method, str):
+        return {"gptq": "GPTQ", "awq": "AWQ"}.get(method, method)
+    if any(name.endswith(".qweight") for name in tensors):  # older files have the method in one of their own
+        return "GPTQ" if any(name.endswith(".g_idx") for name in tensors) else "AWQ or GPTQ"
+    return "no method is named"
 
 
 def refuse_missing_head(tensors: dict[str, Tensor], is_tied: bool, directory: Path) -> None:

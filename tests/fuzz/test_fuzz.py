@@ -30,6 +30,7 @@ SLOW_TARGETS = {
     "odd_tensors",
     "hugging_face",
     "gguf",
+    "torch_file",
 }
 
 

@@ -119,7 +119,7 @@ def _replace_part(part: Any, choices: Choices) -> Any:
         if not is_plain_tensor(part) or not part.ndim:
             return choices.pick(_ODD_TENSORS)
         turned = part.mT if part.ndim > 1 else part[None]
-        return choices.pick([part.to_sparse(), part[:1], part.double(), turned, part.int()])
+        return choices.pick([part.double().to_sparse(), part[:1], part.double(), turned, part.int()])
     return choices.pick([*_ODD_TENSORS, 0, -1, 1 << 70, 1.5, float("nan"), True, "", (), [{}], {"state": 1}])
 
 
@@ -220,6 +220,17 @@ def hugging_face(choices: Choices, folder: Path) -> None:
     (folder / name).write_bytes(_damage_safetensors(weights, choices) if chosen in (1, 3) else weights)
     index = {"weight_map": {"model.norm.weight": "part.safetensors", "lm_head.weight": "part.safetensors"}}
     (folder / "model.safetensors.index.json").write_bytes(json_bytes(mutate(index, choices), choices))
+    load_hugging_face(folder)
+
+
+def torch_file(choices: Choices, folder: Path) -> None:
+    """config.json and pytorch_model.bin, with a matrix in FP8."""
+    files = _checkpoint_files("hugging face")
+    tensors, name = load(files["model.safetensors"]), "model.layers.0.mlp.down_proj.weight"
+    scales = torch.ones(choices.pick([(1, 1), (), (4, 1), (1, 4), (0, 1), (1 << 20,)]))
+    tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+    (folder / "pytorch_model.bin").write_bytes(_save_damaged(tensors, choices))
+    (folder / "config.json").write_bytes(files["config.json"])
     load_hugging_face(folder)
 
 
