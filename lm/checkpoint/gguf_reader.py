@@ -23,6 +23,7 @@ from lm.common.errors import UserError
 from lm.model.config import ModelConfig, RopeScaling
 from lm.model.rope import rotary_frequencies
 from lm.model.transformer import TransformerLM
+from lm.tokenizer.sentencepiece import SentencePieceTokenizer
 from lm.tokenizer.tokenizer import Tokenizer
 
 GGUF_NAMES = {
@@ -84,7 +85,7 @@ def load_gguf(
     return model
 
 
-def load_gguf_tokenizer(path: Path) -> Tokenizer:
+def load_gguf_tokenizer(path: Path) -> Tokenizer | SentencePieceTokenizer:
     """Load the tokenizer of a GGUF file; see :func:`lm.checkpoint.gguf_tokenizer.parse_tokenizer`."""
     return parse_tokenizer(path, GGUFFile(path).metadata)
 

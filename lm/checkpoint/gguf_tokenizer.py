@@ -1,4 +1,4 @@
-"""The tokenizer in the metadata of a GGUF file: a byte-level BPE, and how the model chats.
+"""The tokenizer in the metadata of a GGUF file: a byte-level BPE, or SentencePiece's, and how the model chats.
 
 GGUF names the split into pretokens in a word, ``tokenizer.ggml.pre``, and states neither normalizers nor flags of
 added tokens. llama.cpp normalizes no text.
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from lm.common.errors import UserError
 from lm.data.chat_template import END_TOKEN, find_template
@@ -23,6 +24,8 @@ from lm.tokenizer.formats.tiktoken import check_all_bytes
 from lm.tokenizer.formats.tokenizer_config import TokenizerParts
 from lm.tokenizer.formats.tokenizer_json import drop_default_ids, drop_repeated
 from lm.tokenizer.formats.vocab_merges import bytes_to_unicode, format_vocab, parse_merges, parse_vocab
+from lm.tokenizer.sentencepiece import SentencePieceTokenizer
+from lm.tokenizer.sentencepiece_model import Piece, SentencePieceModel, check_model
 from lm.tokenizer.text_tokenizer import find_text_ends
 from lm.tokenizer.tokenizer import Tokenizer
 
@@ -75,18 +78,25 @@ ENDS = {
 """Tokens that end a generation in llama.cpp by their text."""
 
 
-def parse_tokenizer(path: Path, metadata: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer that the ``metadata`` of the file ``path`` describe, with the chat settings.
+def parse_tokenizer(path: Path, metadata: dict[str, Any]) -> Tokenizer | SentencePieceTokenizer:
+    """Return the tokenizer that the ``metadata`` of the file ``path`` describe; a byte-level BPE has the chat settings.
 
-    Raises UserError for another kind of tokenizer than byte-level BPE, a pretokenizer that textmill does not have, and
-    missing or bad fields.
+    Raises UserError for another kind of tokenizer than byte-level BPE and SentencePiece's, a pretokenizer that textmill
+    does not have, and missing or bad fields.
     """
     fields = {name.removeprefix(_PREFIX): value for name, value in metadata.items() if name.startswith(_PREFIX)}
-    if (kind := fields.get("model")) != "gpt2":
+    kind = fields.get("model")
+    if kind not in ("gpt2", "llama"):
         raise UserError(
-            f"{path}: tokenizer.ggml.model {kind!r} is not supported, only gpt2, byte-level BPE; use the directory of "
-            "safetensors of the same model, with its tokenizer's file."
+            f"{path}: tokenizer.ggml.model {kind!r} is not supported, only gpt2, byte-level BPE, and llama, "
+            "SentencePiece's; use the directory of safetensors of the same model, with its tokenizer's file."
         )
+    tokens = _read_texts(path, fields, "tokens")
+    types = fields.get("token_type", np.full(len(tokens), _NORMAL))
+    if not isinstance(types, np.ndarray) or len(types) != len(tokens):
+        raise UserError(f"{path}: tokenizer.ggml.token_type has no type for each of the {len(tokens):,} tokens.")
+    if kind == "llama":
+        return _parse_pieces(path, fields, tokens, types)
     name = fields.get("pre")
     pre = PRETOKENIZERS.get(_OTHER_NAMES.get(name, name) if isinstance(name, str) else "")
     if pre is None:
@@ -94,10 +104,7 @@ def parse_tokenizer(path: Path, metadata: dict[str, Any]) -> Tokenizer:
             f"{path}: tokenizer.ggml.pre {name!r} is not supported; use a file with one of "
             f"{', '.join((*PRETOKENIZERS, *_OTHER_NAMES))}, or the directory of safetensors of the same model."
         )
-    tokens, merges = (_read_texts(path, fields, name) for name in ("tokens", "merges"))
-    types = fields.get("token_type", np.full(len(tokens), _NORMAL))
-    if not isinstance(types, np.ndarray) or len(types) != len(tokens):
-        raise UserError(f"{path}: tokenizer.ggml.token_type has no type for each of the {len(tokens):,} tokens.")
+    merges = _read_texts(path, fields, "merges")
     if len(set(tokens)) < len(tokens):
         raise UserError(f"{path}: tokenizer.ggml.tokens has a text twice; use a file with one id for each token.")
     added = [
@@ -130,6 +137,30 @@ def parse_tokenizer(path: Path, metadata: dict[str, Any]) -> Tokenizer:
         return Tokenizer(*parts)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+
+
+def _parse_pieces(
+    path: Path, fields: dict[str, Any], tokens: Sequence[str], types: npt.NDArray[Any]
+) -> SentencePieceTokenizer:
+    """Return the tokenizer of a SentencePiece model, a BPE with byte fallback. Types of tokens are those of pieces."""
+    scores = fields.get("scores")
+    if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
+        raise UserError(f"{path}: tokenizer.ggml.scores has no score for each of the {len(tokens):,} tokens.")
+    begin, end = (_token_text(path, fields, f"{name}_token_id", tokens) for name in ("bos", "eos"))
+    model = SentencePieceModel(
+        [*map(Piece, tokens, map(float, scores), map(int, types))],
+        is_bpe=True,
+        byte_fallback=True,
+        begin=begin or "",
+        end=end or "",
+        adds_prefix=fields.get("add_space_prefix", True) is True,
+        removes_spaces=fields.get("remove_extra_whitespaces", False) is True,
+    )
+    try:
+        check_model(model)
+    except ValueError as error:
+        raise UserError(f"{path}: the tokenizer cannot be used: {error}. Use another file of the model.") from None
+    return SentencePieceTokenizer(path, model)
 
 
 def _read_chat(

@@ -10,18 +10,27 @@ from typing import Any
 from lm.common.errors import UserError
 from lm.text.utf8 import replace_surrogates
 from lm.tokenizer.piece_encoder import PieceEncoder
-from lm.tokenizer.sentencepiece_model import BYTE, CONTROL, SPACE, UNKNOWN, Piece, read_sentencepiece
+from lm.tokenizer.sentencepiece_model import (
+    BYTE,
+    CONTROL,
+    SPACE,
+    UNKNOWN,
+    Piece,
+    SentencePieceModel,
+    read_sentencepiece,
+)
 
 
 class SentencePieceTokenizer:
     """The tokenizer of a ``tokenizer.model``, BPE or unigram, with the ids that begin and end a text.
 
+    ``model`` is what the file ``path`` holds, if it is in another format.
     Raises UserError if the file cannot be read, if the model has no tokens that begin and end a text, and if it
     normalizes text by a map, which the ``sentencepiece`` library does, and the library is missing.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._model = model = read_sentencepiece(path)
+    def __init__(self, path: Path, model: SentencePieceModel | None = None) -> None:
+        self._model = model = read_sentencepiece(path) if model is None else model
         self._library = _load_library(path) if model.has_character_map else None
         self.special_ids = {piece.text: i for i, piece in enumerate(model.pieces) if piece.type == CONTROL}
         if not {model.begin, model.end} <= self.special_ids.keys():

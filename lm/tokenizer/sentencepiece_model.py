@@ -87,15 +87,6 @@ def _parse_model(data: bytes) -> SentencePieceModel:
         raise ValueError(f"its type {kind} is neither unigram nor BPE")
     if options.get(24):
         raise ValueError("it puts spaces after words (treat_whitespace_as_suffix), which is not supported")
-    if not pieces or any(not NORMAL <= piece.type <= BYTE for piece in pieces):
-        raise ValueError("it has no pieces, or pieces of an unknown type")
-    if kind == 2 and any(piece.type == UNUSED for piece in pieces):
-        raise ValueError("it is a BPE with unused pieces, which are not supported")
-    texts = [piece.text for piece in pieces]
-    if len(set(texts)) < len(texts) or "" in texts:
-        raise ValueError("it has an empty piece, or one piece twice")
-    if sum(piece.type == UNKNOWN for piece in pieces) != 1:
-        raise ValueError("it has not one piece for unknown text")
     model = SentencePieceModel(
         pieces,
         kind == 2,
@@ -108,12 +99,27 @@ def _parse_model(data: bytes) -> SentencePieceModel:
         bool(normalizer.get(4, 1)),
         bool(normalizer.get(5, 1)),
     )
+    if model.is_bpe and any(piece.type == UNUSED for piece in pieces):
+        raise ValueError("it is a BPE with unused pieces, which are not supported")
+    check_model(model)
+    return model
+
+
+def check_model(model: SentencePieceModel) -> None:
+    """Raise ValueError if the pieces of a model are not those of a vocabulary."""
+    pieces = model.pieces
+    if not pieces or any(not NORMAL <= piece.type <= BYTE for piece in pieces):
+        raise ValueError("it has no pieces, or pieces of an unknown type")
+    texts = [piece.text for piece in pieces]
+    if len(set(texts)) < len(texts) or "" in texts:
+        raise ValueError("it has an empty piece, or one piece twice")
+    if sum(piece.type == UNKNOWN for piece in pieces) != 1:
+        raise ValueError("it has not one piece for unknown text")
     bytes_of_pieces = [piece.text for piece in pieces if piece.type == BYTE]
     if any(not re.fullmatch("<0x[0-9A-F]{2}>", text) for text in bytes_of_pieces):
         raise ValueError("a piece of a byte is not written as <0x0A>")
     if model.byte_fallback and len(bytes_of_pieces) != 256:
         raise ValueError("unknown text becomes bytes, and there are no pieces for all of them")
-    return model
 
 
 def _read_fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:

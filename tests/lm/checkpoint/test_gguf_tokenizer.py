@@ -8,7 +8,7 @@ import pytest
 
 from lm.checkpoint.external import load_any_tokenizer, load_external
 from lm.checkpoint.gguf import save_gguf
-from lm.checkpoint.gguf_reader import load_gguf_tokenizer
+from lm.checkpoint.gguf_reader import load_gguf_tokenizer as load_gguf_tokenizer_of_any_kind
 from lm.common.errors import UserError
 from lm.data.chat_template import END_TOKEN, add_chat_tokens, find_template, make_jinja_template
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN
@@ -20,6 +20,12 @@ from tests.helpers.tokenizers import make_tokenizer, published_parts
 from tests.lm.checkpoint.test_gguf import TOKENIZER, make_model, read_fields
 
 TEXT = "Once upon a time, there's 12345  cats.\n\n  Naïve café 日本語 🙂 I'LL go   \r\n x!!!\n"
+
+
+def load_gguf_tokenizer(path: Path) -> Tokenizer:
+    tokenizer = load_gguf_tokenizer_of_any_kind(path)
+    assert isinstance(tokenizer, Tokenizer)
+    return tokenizer
 
 
 def write(path: Path, tokenizer: Tokenizer) -> Path:
@@ -146,7 +152,8 @@ def test_ids_beyond_the_tokens_end_nothing(tmp_path: Path, caplog: pytest.LogCap
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (with_field("tokenizer.ggml.model", "llama", "STRING"), "tokenizer.ggml.model 'llama' is not supported"),
+        (with_field("tokenizer.ggml.model", "t5", "STRING"), "tokenizer.ggml.model 't5' is not supported"),
+        (with_field("tokenizer.ggml.model", "llama", "STRING"), "scores has no score for each"),
         (with_field("tokenizer.ggml.pre", "tekken", "STRING"), "pre 'tekken' is not supported; .* smollm"),
         (with_field("tokenizer.ggml.pre", 5), "pre 5 is not supported"),
         (without("tokenizer.ggml.pre"), "pre None is not supported"),
