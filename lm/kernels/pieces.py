@@ -5,18 +5,16 @@ Kudo and Richardson 2018 (SentencePiece).
 """
 
 import numpy as np
-import numpy.typing as npt
 
-from lm.kernels.jit import Int, Int32s, Int64s, UInt64s, helper, kernel
+from lm.kernels.jit import Floats, Int, Int32s, Int64s, UInt64s, helper, kernel
 from lm.kernels.simd import read, write
-
-Float64s = npt.NDArray[np.float64]
 
 GONE = -2
 """A symbol that was merged into the one before it."""
 _MIX, _TAKEN = np.uint64(0x9E3779B97F4A7C15), np.uint64(1 << 63)
 _POINT_BITS, _HALF = np.uint64(21), np.uint64(32)
 _LEFT_BITS = 32
+_LOWEST = np.float32(-(1 << 19))  # sum of scores, from which on they are counted from 0 again
 
 
 @helper
@@ -107,24 +105,30 @@ def encode_unigram(
     keys: UInt64s,
     children: Int32s,
     values: Int32s,
-    scores: Float64s,
-    unknown_score: float,
-    best: Float64s,
+    scores: Floats,
+    longest: int,
+    unknown_score: np.float32,
+    best: Floats,
     origins: Int32s,
     ids: Int32s,
 ) -> Int:
     """Find the pieces of a text of N code points with the largest sum of scores (Viterbi), without a lattice in memory.
 
-    Sums are float64, as in the library, which decides between equal ones. A code point that no piece of length 1 covers
-    is unknown, id -1. ``scores`` (pieces,); ``best``, ``origins`` and ``ids`` (N + 1,) are overwritten. Returns the
-    number of pieces n: their first code points are then ``origins[N + 1 - n :]``, their ids ``ids[N + 1 - n :]``.
+    Sums are float32, as in the library, which decides between equal ones. A code point that no piece of length 1 covers
+    is unknown, id -1. ``scores`` (pieces,); ``longest`` is the length of the longest piece; ``best``, ``origins`` and
+    ``ids`` (N + 1,) are overwritten. Returns the number of pieces n: their first code points are then
+    ``origins[N + 1 - n :]``, their ids ``ids[N + 1 - n :]``.
     """
     length = len(points)
     for k in range(length + 1):
         write(origins, k, np.int32(-1))
-    write(best, 0, 0.0)
+    write(best, 0, np.float32(0))
     for start in range(length):
         before, node, has_single = read(best, start), np.int64(0), False
+        if before < _LOWEST:  # only differences matter, and float32 has few digits
+            for end in range(start, min(start + longest, length) + 1):
+                write(best, end, np.float32(read(best, end) - before))
+            before = np.float32(0)
         for end in range(start + 1, length + 1):
             slot = _find_slot(keys, _edge(node, np.int64(read(points, end - 1))))
             if read(keys, slot) == np.uint64(0):
@@ -134,13 +138,13 @@ def encode_unigram(
             if value < 0:
                 continue
             has_single = has_single or end == start + 1
-            score = read(scores, value) + before
+            score = np.float32(read(scores, value) + before)
             if read(origins, end) < 0 or score > read(best, end):
                 write(best, end, score)
                 write(origins, end, np.int32(start))
                 write(ids, end, np.int32(value))
         if not has_single:
-            unknown = unknown_score + before
+            unknown = np.float32(unknown_score + before)
             if read(origins, start + 1) < 0 or unknown > read(best, start + 1):
                 write(best, start + 1, unknown)
                 write(origins, start + 1, np.int32(start))

@@ -46,7 +46,8 @@ class PieceEncoder:
             self._any_defined = regex.compile("|".join(map(regex.escape, sorted(defined, key=len, reverse=True))))
         else:
             scores, self._unknown_score = list_scores(model)
-            self._scores = np.array(scores, np.float64)
+            self._scores = np.array(scores, np.float32)
+            self._longest = max(map(len, entries), default=1)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a normalized text."""
@@ -85,10 +86,10 @@ class PieceEncoder:
     def _find_best(self, text: str) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """Return the ids of the pieces of a text by a unigram model, and where they begin."""
         points = _pack([text])
-        best = np.empty(len(points) + 1, np.float64)
+        best = np.zeros(len(points) + 1, np.float32)
         origins, ids = np.empty(len(best), np.int32), np.empty(len(best), np.int32)
         trie = self._keys, self._children, self._values
-        count = encode_unigram(points, *trie, self._scores, self._unknown_score, best, origins, ids)
+        count = encode_unigram(points, *trie, self._scores, self._longest, self._unknown_score, best, origins, ids)
         return ids[len(ids) - count :], origins[len(ids) - count :].astype(np.int64)
 
 

@@ -14,7 +14,7 @@ def list_entries(model: SentencePieceModel) -> dict[str, int]:
     return {piece.text: token_id for token_id, piece in enumerate(model.pieces) if piece.type in (NORMAL, USER_DEFINED)}
 
 
-def list_scores(model: SentencePieceModel) -> tuple[list[float], float]:
+def list_scores(model: SentencePieceModel) -> tuple[list[np.float32], np.float32]:
     """Return the scores of the pieces in a unigram model, and that of an unknown character.
 
     A piece that a user defined has almost the best score for each of its bytes.
@@ -22,12 +22,12 @@ def list_scores(model: SentencePieceModel) -> tuple[list[float], float]:
     normal = [np.float32(piece.score) for piece in model.pieces if piece.type == NORMAL]
     best = max([np.finfo(np.float32).tiny, *normal])
     scores = [
-        float(np.float32(len(piece.text.encode())) * best) - _USER_DEFINED_PENALTY
+        np.float32(float(len(piece.text.encode()) * best) - _USER_DEFINED_PENALTY)
         if piece.type == USER_DEFINED
-        else piece.score
+        else np.float32(piece.score)
         for piece in model.pieces
     ]
-    return scores, float(np.float32(min([np.finfo(np.float32).max, *normal]) - _UNKNOWN_PENALTY))
+    return scores, min([np.finfo(np.float32).max, *normal]) - np.float32(_UNKNOWN_PENALTY)
 
 
 def encode_pieces(model: SentencePieceModel, normalized: str) -> list[int]:
@@ -69,17 +69,19 @@ def _merge(model: SentencePieceModel, text: str) -> list[str]:
 def _find_best(model: SentencePieceModel, text: str) -> list[str]:
     entries, (scores, unknown_score) = list_entries(model), list_scores(model)
     longest = max(map(len, entries), default=1)
-    best: list[tuple[float, int] | None] = [(0.0, 0), *[None] * len(text)]
+    best: list[tuple[np.float32, int] | None] = [(np.float32(0), 0), *[None] * len(text)]
     for start in range(len(text)):
         before = best[start][0]  # type: ignore[index] # each place is reached by an unknown character at least
         ends = [end for end in range(start + 1, min(len(text), start + longest) + 1) if text[start:end] in entries]
-        options = [(end, scores[entries[text[start:end]]] + before) for end in ends]
+        added = [(end, scores[entries[text[start:end]]]) for end in ends]
         if start + 1 not in ends:
-            options.append((start + 1, unknown_score + before))
-        for end, score in options:
+            added.append((start + 1, unknown_score))
+        for end, score in added:
             found = best[end]
-            if found is None or score > found[0]:
-                best[end] = (score, start)
+            with np.errstate(over="ignore"):
+                total = score + before
+            if found is None or total > found[0]:
+                best[end] = (total, start)
     pieces, end = list[str](), len(text)
     while end:
         start = best[end][1]  # type: ignore[index]
