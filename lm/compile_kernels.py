@@ -31,7 +31,9 @@ from lm.kernels.disk_cache import CACHE_DIR, IS_CACHE_WRITABLE, pipeline_marker
 from lm.kernels.jit import KERNELS
 from lm.text.patterns import PATTERNS
 from lm.tokenizer.bpe import train_merges
+from lm.tokenizer.piece_encoder import PieceEncoder
 from lm.tokenizer.pretoken_counts import DEFAULT_MEMORY_BYTES, SCHEMA, count_to_file
+from lm.tokenizer.sentencepiece_model import UNKNOWN, Piece, SentencePieceModel
 from lm.tokenizer.tokenizer import Tokenizer
 
 _NUM_WORDS = 40_000  # different pretokens: more than the first hash tables of counting and encoding hold
@@ -76,8 +78,10 @@ def run_groups(pattern: str = "gpt2", id_bits: int | None = None) -> Iterator[st
         mask_emails("")
         _deduplicate()
         identify_language("")
+        for is_bpe in (True, False):
+            PieceEncoder(SentencePieceModel([Piece("<unk>", 0.0, UNKNOWN), Piece("aa", -1.0)], is_bpe)).encode("aa")
         walk_features(np.frombuffer(bytes(1), np.uint8), *(np.zeros(256, np.int32) for _ in range(5)))
-        yield "curation"
+        yield "curation and SentencePiece"
         compile_kernels(torch.bfloat16)
         yield "decode step, bfloat16"
         compile_kernels(torch.float32, "int8")

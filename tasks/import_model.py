@@ -1,4 +1,4 @@
-"""Stage ``import``: a model and its tokenizer from files of Hugging Face or Meta."""
+"""Stage ``import``: a model and its tokenizer from files of Hugging Face or Meta, or from a GGUF file."""
 
 from pathlib import Path
 
@@ -11,11 +11,17 @@ from tasks.runtime.store import Store
 
 
 def find_model_files(directory: Path, store: Store) -> list[Source]:
-    """Return the files of a model in a local directory, with their digests; of an adapter those of its base too."""
+    """Return the files of a model in a local directory, with their digests; of an adapter those of its base too.
+
+    ``directory`` may be a GGUF file.
+    """
+    if directory.is_file():
+        return describe_sources([str(directory.resolve())], store)
     patterns = (
         "*.json",
         "*.safetensors",
         "*.pth",
+        "pytorch_model*.bin",
         "*.model",
         "merges.txt",
         "*.jinja",
@@ -27,7 +33,9 @@ def find_model_files(directory: Path, store: Store) -> list[Source]:
 
         folders = model_directories(directory)
     found = (path for folder in folders for pattern in patterns for path in folder.resolve().glob(pattern))
-    paths = sorted({str(path) for path in found if path.is_file()})
+    files = [path for path in found if path.is_file()]
+    has_safetensors = {path.parent for path in files if path.suffix == ".safetensors"}
+    paths = sorted({str(path) for path in files if path.suffix != ".bin" or path.parent not in has_safetensors})
     if not paths:
         from lm.checkpoint.external_weights import refuse_other_formats
 
@@ -49,6 +57,7 @@ def import_model(out: Attempt, files: list[Source]) -> None:
     paths = [Path(file.url.removeprefix("file://")) for file in files]
     adapters = [path.parent for path in paths if path.name == CONFIG_FILE]
     directory = adapters[0] if adapters else min((path.parent for path in paths), key=lambda path: len(path.parts))
+    directory = next((path for path in paths if path.suffix == ".gguf"), directory)
     out.sources = files
     with keep_unchanged(files, out.run.store), torch.random.fork_rng(devices=[]):
         model, tokenizer = load_external(directory, "cpu", torch.float32)

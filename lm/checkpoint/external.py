@@ -1,4 +1,5 @@
-"""Load the model and the tokenizer of a directory, whatever its format: Meta's, Hugging Face's or this project's."""
+"""Load the model and the tokenizer of a directory, whatever its format: Meta's, Hugging Face's or this project's; or of
+a GGUF file."""
 
 import itertools
 import logging
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 
 from lm.checkpoint.external_weights import read_json_object, refuse_other_formats
+from lm.checkpoint.gguf_file import GGUFFile, is_gguf
+from lm.checkpoint.gguf_reader import load_gguf, load_gguf_tokenizer, read_gguf_config
 from lm.checkpoint.hugging_face import load_hugging_face
 from lm.checkpoint.hugging_face_chat import read_chat_settings
 from lm.checkpoint.hugging_face_config import read_config
@@ -90,6 +93,8 @@ def read_context_length(directory: Path) -> int:
 
     Raises UserError if a file is missing, damaged or unknown.
     """
+    if is_gguf(directory):
+        return read_gguf_config(GGUFFile(directory))[0].context_length
     if is_peft(directory):
         return read_context_length(base_of_peft(directory))
     path = directory / "config.json"
@@ -106,13 +111,15 @@ def load_any_model(
     max_seq_len: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> TransformerLM:
-    """Load the model of a directory in evaluation mode.
+    """Load the model of a directory, or of a GGUF file, in evaluation mode.
 
     ``max_seq_len`` is its context length; default: that of the files, and 2,048 for Meta's, which state none.
-    ``dtype`` is that of its parameters; default: that of its embedding. A checkpoint of this project has its own
-    context and dtype. An adapter in peft's format is fused into its base, which is loaded in the same way. Raises
-    UserError if a file is missing, damaged or unknown.
+    ``dtype`` is that of its parameters; default: that of its embedding, bfloat16 if it is quantized in GGUF. A
+    checkpoint of this project has its own context and dtype. An adapter in peft's format is fused into its base, which
+    is loaded in the same way. Raises UserError if a file is missing, damaged or unknown.
     """
+    if is_gguf(directory):
+        return load_gguf(directory, max_seq_len, device, dtype)
     if is_peft(directory):
         return fuse_peft(load_any_model(base_of_peft(directory), device, max_seq_len, dtype), directory)
     has_meta_weights = any(directory.glob("consolidated.*.pth"))
@@ -131,14 +138,16 @@ def load_any_model(
 
 def load_any_tokenizer(path: Path) -> Tokenizer | SentencePieceTokenizer:
     """Read Meta's ``tokenizer.model`` (SentencePiece's for Llama 1 and 2, ranks for Llama 3), a ``tokenizer.json``, or
-    a directory with one of them or with GPT-2's ``vocab.json`` and ``merges.txt``; or a ``.tiktoken`` file of ranks,
-    whose pattern follows from OpenAI's names.
+    a directory with one of them or with GPT-2's ``vocab.json`` and ``merges.txt``; the tokenizer of a GGUF file; or a
+    ``.tiktoken`` file of ranks, whose pattern follows from OpenAI's names.
 
     A directory with several has them for the same ids; ``tokenizer.model`` is read. An adapter of peft without a
     tokenizer has that of its base. The tokenizer gets the chat
     template and the end tokens that the files of a Hugging Face model beside it name. Raises UserError if the file is
     missing, damaged or unsupported.
     """
+    if is_gguf(path):
+        return load_gguf_tokenizer(path)
     if path.is_dir() and is_peft(path) and not any((path / name).exists() for name in _TOKENIZER_FILES):
         return load_any_tokenizer(base_of_peft(path))
     if path.is_dir() and ((path / "config.json").exists() or is_peft(path)):

@@ -1,7 +1,7 @@
 """Build a model from the weights of another project, or say why they cannot be loaded."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
@@ -28,12 +28,15 @@ _MAX_NUMBER = 1 << 40  # of a config field
 _OTHER_HEAD = re.compile(r"(.*\.)?(score|classifier|classification_head)\.(.*\.)?weight")
 _MERGE = "merge it into its base model (in peft: merge_and_unload, then save_pretrained) and load the result"
 _OTHER_FORMATS = {  # of weights, by the names of their files
-    "*.gguf": "GGUF, which textmill writes but does not read; use the safetensors files of the same model",
+    "*.gguf": "GGUF; name the file itself, not its directory",
+    **{
+        f"{name}-*{suffix}": f"one of several, and their {name}{suffix}.index.json is missing; use all files"
+        for name, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin"))
+    },
     **dict.fromkeys(
-        ("pytorch_model*.bin", "*.pt", "*.ckpt", "tf_model.h5", "flax_model.msgpack"),
+        ("*.pt", "*.ckpt", "tf_model.h5", "flax_model.msgpack"),
         "not safetensors; load it with transformers, and save it with save_pretrained(safe_serialization=True)",
     ),
-    "model-*.safetensors": "one of several, and their model.safetensors.index.json is missing; use all files",
 }
 
 
@@ -80,7 +83,7 @@ def check_fixed_fields(path: Path, content: dict[str, Any], fixed: dict[str, Any
 
 def assemble_model(
     config: ModelConfig,
-    shards: Sequence[dict[str, Tensor]],
+    shards: Sequence[Mapping[str, Tensor]],
     names: dict[str, str],
     directory: Path,
     device: torch.device | str,
@@ -112,7 +115,11 @@ def assemble_model(
         # that is rounded chooses others.
         weights[name] = weight.to(device, dtype if name in parameters else expected.dtype, copy=True)
     known = set(external_names.values())
-    derived = ("rope.freqs", "rotary_emb.inv_freq")  # in some files, though they follow from the config
+    derived = (
+        "rope.freqs",
+        "rotary_emb.inv_freq",
+        "rope_freqs.weight",
+    )  # in some files, though they follow from the config
     if unknown := [name for name in chain(*shards) if name not in known and not name.endswith(derived)]:
         raise UserError(f"{directory} has {unknown[0]}, which no Llama of its config has; use the weights' own config.")
     assign_weights(model, weights, str(directory), device)
@@ -125,7 +132,7 @@ def translate_name(name: str, names: dict[str, str]) -> str:
     return re.sub(rf"\b({'|'.join(map(re.escape, names))})\b", lambda match: names[match[0]], name)
 
 
-def collect_parts(shards: Sequence[dict[str, Tensor]], name: str, directory: Path) -> list[Tensor]:
+def collect_parts(shards: Sequence[Mapping[str, Tensor]], name: str, directory: Path) -> list[Tensor]:
     """Return the tensor ``name`` of each shard, not joined. Raises UserError if one is missing or dtypes differ."""
     parts = [shard[name] for shard in shards if name in shard]
     if not parts:
@@ -213,16 +220,26 @@ def use_plain_names(tensors: dict[str, Tensor], directory: Path) -> dict[str, Te
 
 
 def refuse_quantized(tensors: dict[str, Tensor], config: dict[str, Any], directory: Path) -> None:
-    """Raise UserError if a tensor is not floating-point of at least 16 bits, as in all files of quantized weights."""
+    """Raise UserError, with the name of the method, if a tensor is neither floating-point of at least 16 bits nor FP8,
+    as in all files of other quantized weights."""
     for name, tensor in tensors.items():
-        if tensor.dtype not in WEIGHT_DTYPES:
-            quantization = config.get("quantization_config")
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        if tensor.dtype not in (*WEIGHT_DTYPES, torch.float8_e4m3fn):
             raise UserError(
-                f"{directory}: {name} is {tensor.dtype}: the weights are quantized ({method or 'no method is named'}), "
-                "and textmill reads floating-point of at least 16 bits; use the original model. textmill quantizes "
-                "when it serves (--quantize)."
+                f"{directory}: {name} is {tensor.dtype}: the weights are quantized ({_quantization(tensors, config)}), "
+                "and textmill reads floating-point of at least 16 bits, and FP8; use the original model, or a GGUF "
+                "file of it. textmill quantizes when it serves (--quantize)."
             )
+
+
+def _quantization(tensors: dict[str, Tensor], config: dict[str, Any]) -> str:
+    """Return the name of the method by which weights are quantized, from the config or else from their names."""
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if isinstance(method, str):
+        return {"gptq": "GPTQ", "awq": "AWQ"}.get(method, method)
+    if any(name.endswith(".qweight") for name in tensors):  # older files have the method in one of their own
+        return "GPTQ" if any(name.endswith(".g_idx") for name in tensors) else "AWQ or GPTQ"
+    return "no method is named"
 
 
 def refuse_missing_head(tensors: dict[str, Tensor], is_tied: bool, directory: Path) -> None:

@@ -6,6 +6,7 @@ Their files have each matrix of an expert as a tensor of its own; the model stac
 import json
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -16,7 +17,6 @@ from lm.checkpoint.external_weights import (
     assemble_model,
     read_json_object,
     refuse_missing_head,
-    refuse_other_formats,
     refuse_quantized,
     reorder_rotary_rows,
     translate_name,
@@ -31,7 +31,8 @@ from lm.checkpoint.hugging_face_config import (
     config_fields,
     read_config,
 )
-from lm.checkpoint.safe_load import read_safetensors, save_safetensors
+from lm.checkpoint.hugging_face_weights import DequantizedWeights, read_weights
+from lm.checkpoint.safe_load import save_safetensors
 from lm.common.errors import UserError, translate_write_errors
 from lm.files.atomic_dir import atomic_directory, fill_directory
 from lm.model.transformer import TransformerLM
@@ -78,20 +79,21 @@ def load_hugging_face(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> TransformerLM:
-    """Load a Llama, a Mistral, a Qwen2 or 3 or a relative with experts from ``config.json`` and safetensors.
+    """Load a Llama, a Mistral, a Qwen2 or 3 or a relative with experts from ``config.json`` and safetensors, or from
+    ``pytorch_model.bin``.
 
-    The model is in evaluation mode.
+    The model is in evaluation mode. Weights in FP8 are multiplied by their scales.
 
     ``max_seq_len`` is the context length, by default ``max_position_embeddings``. ``dtype`` defaults to that of the
     embedding. Prefixes that training code puts before the names of tensors are removed. Raises UserError if a file, a
     field or a tensor is missing, unknown, damaged or does not fit the others, and for unsupported features: biases
     other than those of Qwen2 and GLM-4-MoE, scalings of rotary positions other than linear and llama3, windows shorter
-    than the context, quantized weights, adapters, reward models.
+    than the context, other quantized weights, adapters, reward models.
     """
     path = directory / "config.json"
     content = read_json_object(path)
     config, model_type = read_config(path, content, max_seq_len)
-    tensors = use_plain_names(_read_all_safetensors(directory), directory)
+    tensors = use_plain_names(read_weights(directory), directory)
     refuse_quantized(tensors, content, directory)
     refuse_missing_head(tensors, config.tied_embeddings, directory)
     if config.tied_embeddings and "lm_head.weight" in tensors:  # some files store the tied matrix twice
@@ -99,9 +101,10 @@ def load_hugging_face(
         if not head.equal(tensors.setdefault("model.embed_tokens.weight", head)):
             raise UserError(f"{path} ties the embeddings, but the weights have two; set tie_word_embeddings to false.")
     experts = ARCHITECTURES[model_type].experts
+    weights: Mapping[str, Tensor] = DequantizedWeights(tensors, content, directory)
     if experts:
-        tensors = _join_experts(tensors, experts, directory)
-    model = assemble_model(config, [tensors], module_names(experts), directory, device, dtype)
+        weights = _join_experts(weights, experts, directory)
+    model = assemble_model(config, [weights], module_names(experts), directory, device, dtype)
     is_rotary = find_rotary(model)
     for name, parameter in model.named_parameters():
         if is_rotary[name]:
@@ -182,25 +185,6 @@ def find_rotary(model: TransformerLM) -> dict[str, bool]:
     return {name: role == "query_key" or name.endswith(others) for name, role in roles.items()}
 
 
-def _read_all_safetensors(directory: Path) -> dict[str, Tensor]:
-    """Return the memory-mapped tensors of ``model.safetensors``, or of the files that its index names."""
-    paths = [directory / "model.safetensors"]
-    index = directory / "model.safetensors.index.json"
-    if not paths[0].exists() and index.exists():
-        files = read_json_object(index).get("weight_map")
-        if not isinstance(files, dict):
-            raise UserError(f"{index} has no weight_map, the file of each tensor.")
-        if outside := [name for name in files.values() if not isinstance(name, str) or Path(name).name != name]:
-            raise UserError(f"{index} names {outside[0]!r}; each file must lie in {directory} itself.")
-        paths = sorted({directory / name for name in files.values()})
-    elif not paths[0].exists():
-        refuse_other_formats(directory)
-    tensors: dict[str, Tensor] = {}
-    for path in paths:
-        tensors |= read_safetensors(path)
-    return tensors
-
-
 def _split_experts(weights: dict[str, Tensor], experts: Experts) -> dict[str, Tensor]:
     """Return ``weights``, named as in the files except for stacks of experts, with a tensor for each expert's matrix.
 
@@ -219,7 +203,7 @@ def _split_experts(weights: dict[str, Tensor], experts: Experts) -> dict[str, Te
     return split
 
 
-def _join_experts(weights: dict[str, Tensor], experts: Experts, directory: Path) -> dict[str, Tensor]:
+def _join_experts(weights: Mapping[str, Tensor], experts: Experts, directory: Path) -> dict[str, Tensor]:
     """Stack the matrices of experts: the reverse of :func:`_split_experts`. Raises UserError if one is missing."""
     ours_of = {theirs: ours for ours, theirs in experts.matrix_names.items()}
     pattern = re.compile(rf"(.*\.experts)\.([0-9]{{1,6}})\.({'|'.join(ours_of)})\.weight")

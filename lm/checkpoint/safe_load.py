@@ -2,6 +2,7 @@
 
 import os
 import pickle  # nosec B403 # only for the exception type that torch raises
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -42,14 +43,16 @@ def save_safetensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str,
 
 
 def read_tensors(src: PathOrFile, mmap: bool = False) -> Any:
-    """Read a file of ``torch.save`` to the CPU without running code. With ``mmap``, tensors are read on first use.
+    """Read a file of ``torch.save`` to the CPU without running code. With ``mmap``, tensors of an archive are read on
+    first use.
 
     Raises UserError if the file is missing, damaged, or holds anything but tensors and plain data.
     """
     if isinstance(src, str | os.PathLike):
         refuse_lfs_pointer(Path(src))
     try:
-        return torch.load(src, map_location="cpu", weights_only=True, mmap=mmap)
+        is_mapped = mmap and zipfile.is_zipfile(src)  # files of torch before 1.6 are no archives
+        return torch.load(src, map_location="cpu", weights_only=True, mmap=is_mapped)
     except FileNotFoundError:
         raise UserError(f"The checkpoint {src} does not exist.") from None
     except pickle.UnpicklingError:  # torch's message suggests weights_only=False, which would run the code

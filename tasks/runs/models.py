@@ -1,4 +1,4 @@
-"""The model that ``--model`` names: that of a run, or of a directory in a format of Hugging Face or Meta."""
+"""The model that ``--model`` names: of a run, of a directory in a format of Hugging Face or Meta, or of a GGUF file."""
 
 import hashlib
 import logging
@@ -130,9 +130,10 @@ class RunModel(ResolvedModel):
 
 @dataclass(frozen=True)
 class DirectoryModel(ResolvedModel):
-    """The files of Hugging Face or Meta in a local directory."""
+    """The files of Hugging Face or Meta in a local directory, or a GGUF file."""
 
     directory: Path
+    """The directory, or the GGUF file."""
     hub_name: str = ""
     """The name on the Hugging Face hub, if the directory was found by it."""
 
@@ -147,7 +148,8 @@ class DirectoryModel(ResolvedModel):
         from lm.checkpoint.peft import model_directories
 
         directories = model_directories(self.directory)
-        files = sorted(path for directory in directories for path in directory.iterdir() if path.is_file())
+        paths = (path for place in directories for path in ([place] if place.is_file() else place.iterdir()))
+        files = sorted(path for path in paths if path.is_file())
         versions = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         return f"{self.directory.resolve()} {hashlib.sha256(repr(versions).encode()).hexdigest()[:16]}"
 
@@ -167,15 +169,19 @@ class DirectoryModel(ResolvedModel):
     @property
     def is_post_trained(self) -> bool:
         """Whether the files have a chat template. Raises UserError if they are damaged."""
+        from lm.checkpoint.gguf_file import GGUFFile
+        from lm.checkpoint.gguf_tokenizer import CHAT_TEMPLATE_KEY
         from lm.checkpoint.hugging_face_chat import find_chat_templates
         from lm.checkpoint.peft import model_directories
 
+        if self.directory.is_file():
+            return CHAT_TEMPLATE_KEY in GGUFFile(self.directory).metadata
         return any(find_chat_templates(directory) for directory in model_directories(self.directory))
 
 
 def resolve_model(name: str, root: str) -> RunModel | DirectoryModel:
-    """Find the model ``name``: a run below ``root``, see :func:`tasks.runs.run_record.find_run`, a local directory, or
-    ``ORG/NAME`` in the cache of the Hugging Face hub; if empty, the model that was trained last.
+    """Find the model ``name``: a run below ``root``, see :func:`tasks.runs.run_record.find_run`, a local directory, a
+    GGUF file, or ``ORG/NAME`` in the cache of the Hugging Face hub; if empty, the model that was trained last.
 
     A run comes before a directory of the same name, and this before the cache; ``./NAME`` is always the directory.
     Raises UserError if there is no such model, or if the run has none.
@@ -193,15 +199,13 @@ def resolve_model(name: str, root: str) -> RunModel | DirectoryModel:
         raise UserError(f"The run {run} trained no model; its stages are: {stages}. Name a run that trained one.")
     try:
         directory = Path(name).expanduser()
-        if directory.is_dir():
+        if directory.is_dir() or (directory.is_file() and directory.suffix == ".gguf"):
             return DirectoryModel(str(directory), directory)
         if directory.exists():
-            reason = (
-                "is GGUF, which textmill writes but does not read; use the directory of safetensors of the same model"
-                if directory.suffix == ".gguf"
-                else "is a file; name the directory that holds it and the other files of the model"
+            raise UserError(
+                f"There is no model {name!r} to open: this is a file; name the directory that holds it and the other "
+                "files of the model."
             )
-            raise UserError(f"There is no model {name!r} to open: this {reason}.")
     except (OSError, RuntimeError) as error:  # RuntimeError: the home directory of an unknown user
         raise UserError(f"The model {name!r} cannot be opened: {str(error).rstrip('.')}.") from None
     if snapshot := _find_snapshot(name):

@@ -29,6 +29,8 @@ SLOW_TARGETS = {
     "meta",
     "odd_tensors",
     "hugging_face",
+    "gguf",
+    "torch_file",
 }
 
 
@@ -37,6 +39,8 @@ def run_once(name: str, data: bytes, folder: Path) -> None:
         pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
     if name in ("structured_output", "tool_request"):
         pytest.importorskip("llguidance", reason="llguidance is not installed")
+    if name == "gguf":
+        pytest.importorskip("gguf", reason="gguf is not installed")
     if name == "web":
         pytest.importorskip("resiliparse", reason="resiliparse is not installed")
     try:

@@ -1,4 +1,5 @@
-"""Fuzz targets: checkpoints of this project, of Meta and of Hugging Face. Each is a valid one with random damage."""
+"""Fuzz targets: checkpoints of this project, of Meta, of Hugging Face and in GGUF. Each is a valid one with random
+damage."""
 
 import hashlib
 import io
@@ -6,6 +7,7 @@ import json
 import struct
 import tempfile
 import zipfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
+from lm.checkpoint.external import load_external
+from lm.checkpoint.gguf import save_gguf
 from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
 from lm.checkpoint.meta import load_meta
 from lm.checkpoint.safe_load import is_plain_tensor
@@ -26,6 +30,7 @@ from lm.checkpoint.training_checkpoint import (
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.optim.adamw import AdamW
+from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.pretraining import Job
 from tests.fuzz.choices import Choices, json_bytes, mutate, mutate_bytes
 from tests.helpers.tokenizers import bytes_tokenizer
@@ -63,6 +68,14 @@ def _single_file() -> bytes:
     file = io.BytesIO()
     save_checkpoint(*_trained_model(), 5, file)
     return file.getvalue()
+
+
+@cache
+def _gguf_file() -> bytes:
+    tokenizer = Tokenizer({i: bytes([i]) for i in range(256)} | {256: b"ab"}, [(b"a", b"b")], ["<|endoftext|>"])
+    with tempfile.TemporaryDirectory() as folder:
+        save_gguf(TransformerLM(replace(CONFIG, vocab_size=258)), tokenizer, Path(folder) / "model.gguf", "float32")
+        return (Path(folder) / "model.gguf").read_bytes()
 
 
 @cache
@@ -106,7 +119,7 @@ def _replace_part(part: Any, choices: Choices) -> Any:
         if not is_plain_tensor(part) or not part.ndim:
             return choices.pick(_ODD_TENSORS)
         turned = part.mT if part.ndim > 1 else part[None]
-        return choices.pick([part.to_sparse(), part[:1], part.double(), turned, part.int()])
+        return choices.pick([part.double().to_sparse(), part[:1], part.double(), turned, part.int()])
     return choices.pick([*_ODD_TENSORS, 0, -1, 1 << 70, 1.5, float("nan"), True, "", (), [{}], {"state": 1}])
 
 
@@ -208,6 +221,32 @@ def hugging_face(choices: Choices, folder: Path) -> None:
     index = {"weight_map": {"model.norm.weight": "part.safetensors", "lm_head.weight": "part.safetensors"}}
     (folder / "model.safetensors.index.json").write_bytes(json_bytes(mutate(index, choices), choices))
     load_hugging_face(folder)
+
+
+def torch_file(choices: Choices, folder: Path) -> None:
+    """config.json and pytorch_model.bin, with a matrix in FP8."""
+    files = _checkpoint_files("hugging face")
+    tensors, name = load(files["model.safetensors"]), "model.layers.0.mlp.down_proj.weight"
+    scales = torch.ones(choices.pick([(1, 1), (), (4, 1), (1, 4), (0, 1), (1 << 20,)]))
+    tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+    (folder / "pytorch_model.bin").write_bytes(_save_damaged(tensors, choices))
+    (folder / "config.json").write_bytes(files["config.json"])
+    load_hugging_face(folder)
+
+
+def gguf(choices: Choices, folder: Path) -> None:
+    """A GGUF file with other bytes, or with other lengths, kinds, ids and offsets."""
+    data = bytearray(_gguf_file())
+    if choices.below(4) == 0:
+        data = bytearray(mutate_bytes(bytes(data), choices))
+    for _ in range(choices.below(4)):
+        # The fields before the tokens, the tokens, or the names and places of the tensors.
+        end = choices.pick([24, 800, 5600, len(data)])
+        position, number = choices.below(end), choices.pick([0, 1, 8, 9, 31, 255, 1 << 20, 1 << 31, 1 << 32, 1 << 63])
+        odd = struct.pack("<Q", number)[: choices.pick([1, 4, 8])]
+        data[position : position + len(odd)] = odd
+    (folder / "model.gguf").write_bytes(data)
+    load_external(folder / "model.gguf")
 
 
 def odd_tensors(choices: Choices, folder: Path) -> None:

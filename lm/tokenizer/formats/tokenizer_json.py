@@ -90,7 +90,7 @@ def read_tokenizer_json(path: Path, ignored: list[str]) -> TokenizerParts:
                 )
         vocab = parse_vocab(path, token_ids, {token.content for token in added})
         lines = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-        merges = _drop_repeated(parse_merges(f"{path}, merge", lines))
+        merges = drop_repeated(parse_merges(f"{path}, merge", lines))
         normalizers = [step["type"] for step in _list_steps(content, "normalizer")]
         pattern = _parse_pattern(path, content)
         begin = _find_begin_token(content, [token.content for token in added if token.special], ignored)
@@ -107,7 +107,7 @@ def read_tokenizer_json(path: Path, ignored: list[str]) -> TokenizerParts:
                 )
     normalizer = normalizers[0] if normalizers else None
     specials = [token.content for token in added if token.special]
-    flagged = _drop_default_ids(path, vocab, added)
+    flagged = drop_default_ids(path, vocab, added)
     options = pattern, ignore_merges, normalizer, flagged, begin, PUBLISHED_TABLES
     return TokenizerParts(vocab, merges, specials, *options)
 
@@ -119,14 +119,14 @@ def _parse_pattern(path: Path, content: dict[str, Any]) -> Pattern:
         raise UserError(f"{path}: {error}") from None
 
 
-def _drop_repeated(merges: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+def drop_repeated(merges: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """Return the merges without those that come again later: Hugging Face uses the last."""
     if len(set(merges)) == len(merges):
         return merges
     return list(dict.fromkeys(reversed(merges)))[::-1]
 
 
-def _drop_default_ids(path: Path, vocab: dict[int, bytes], added: list[AddedToken]) -> list[AddedToken]:
+def drop_default_ids(path: Path, vocab: dict[int, bytes], added: list[AddedToken]) -> list[AddedToken]:
     """Return the added tokens that are more than a special token's text, with an id only if another token has the same
     bytes. Raises UserError if two tokens that are not added have the same bytes."""
     added_ids = {token.id for token in added}

@@ -135,10 +135,14 @@ def only(name: str, content: str = "{}") -> Callable[[Path], None]:
     return write
 
 
-def quantized(directory: Path) -> None:
-    with_config(quantization_config={"quant_method": "gptq"})(directory)
-    packed = {Q.replace("weight", "qweight"): torch.ones(2, 16, dtype=torch.int32)}
-    rewrite(directory, lambda tensors: without(Q, tensors) | packed)
+def quantized(method: str | None, *others: str) -> Callable[[Path], None]:
+    def write(directory: Path) -> None:
+        if method:
+            with_config(quantization_config={"quant_method": method})(directory)
+        packed = {Q.replace("weight", name): torch.ones(2, 16, dtype=torch.int32) for name in ("qweight", *others)}
+        rewrite(directory, lambda tensors: without(Q, tensors) | packed)
+
+    return write
 
 
 def lfs_pointer(name: str) -> Callable[[Path], Any]:
@@ -152,10 +156,17 @@ ADAPTER = json.dumps({"base_model_name_or_path": "org/base"})
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (quantized, r"qweight is torch\.int32: the weights are quantized \(gptq\).*use the original model"),
+        (
+            quantized("gptq"),
+            r"torch\.int32: the weights are quantized \(GPTQ\).*use the original model, or a GGUF file",
+        ),
+        (quantized("awq", "qzeros"), r"torch\.int32: the weights are quantized \(AWQ\).*use the original model"),
+        (quantized("other"), r"torch\.int32: the weights are quantized \(other\)"),
+        (quantized(None, "g_idx"), r"torch\.int32: the weights are quantized \(GPTQ\)"),
+        (quantized(None, "qzeros"), r"torch\.int32: the weights are quantized \(AWQ or GPTQ\)"),
         (
             with_tensors(lambda tensors: tensors | {Q: tensors[Q].to(torch.float8_e4m3fn)}),
-            r"q_proj\.weight is torch\.float8_e4m3fn: the weights are quantized",
+            r"q_proj\.weight is float8 without model\.layers\.0\.self_attn\.q_proj\.weight_scale_inv",
         ),
         (
             with_tensors(lambda tensors: tensors | {Q: tensors[Q].to(torch.uint8)}),
@@ -174,12 +185,12 @@ ADAPTER = json.dumps({"base_model_name_or_path": "org/base"})
             with_tensors(lambda tensors: tensors | {f"module.{Q}": tensors[Q].clone()}),
             "holds the same tensor under two names",
         ),
-        (renamed_weights("pytorch_model.bin"), r"pytorch_model\.bin is not safetensors; load it with transformers"),
+        (renamed_weights("pytorch_model.bin"), r"pytorch_model\.bin is damaged or not a checkpoint"),
         (renamed_weights("tf_model.h5"), r"tf_model\.h5 is not safetensors; load it with transformers"),
         (renamed_weights("model-00001-of-00002.safetensors"), r"model\.safetensors\.index\.json is missing"),
-        (only("model.gguf"), r"model\.gguf is GGUF, which textmill writes but does not read; use the safetensors"),
+        (only("model.gguf"), r"model\.gguf is GGUF; name the file itself"),
         (only("adapter_config.json", ADAPTER), "an adapter of the model 'org/base', and there is no such"),
-        (only("pytorch_model-00001-of-00003.bin"), r"pytorch_model-00001-of-00003\.bin is not safetensors"),
+        (only("pytorch_model-00001-of-00003.bin"), r"pytorch_model\.bin\.index\.json is missing"),
         (lfs_pointer("model.safetensors"), r"model\.safetensors is a pointer of Git LFS.*git lfs pull"),
         (lfs_pointer("tokenizer.json"), r"tokenizer\.json is a pointer of Git LFS.*git lfs pull"),
         (lfs_pointer("tokenizer.model"), r"tokenizer\.model is a pointer of Git LFS.*git lfs pull"),

@@ -68,7 +68,7 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 
 def expected_tensors(model: TransformerLM, directory: Path) -> dict[str, torch.Tensor]:
-    """Return GGUF's tensors by a longer way: qwen3 as the files for transformers, llama as the model itself."""
+    """Return GGUF's tensors by a longer way: qwen2 and qwen3 as the files for transformers, llama as our model."""
     from safetensors.torch import load_file
 
     save_hugging_face(model, TOKENIZER, directory)
@@ -79,7 +79,7 @@ def expected_tensors(model: TransformerLM, directory: Path) -> dict[str, torch.T
             for kind in ("weight", "bias"):
                 names[f"model.layers.{layer}.{theirs_name}.{kind}"] = f"blk.{layer}.{name}.{kind}"
     tensors = {names[name]: tensor.float() for name, tensor in theirs.items()}
-    if not model.config.qk_norm:
+    if not (model.config.qk_norm or model.config.qkv_bias):
         for layer, block in enumerate(model.layers):
             for name, values in block.get_submodule("attn").named_parameters():
                 if name[0] in "qk":
@@ -215,8 +215,8 @@ def test_unsupported_models_are_refused(
         (make_tokenizer(CUSTOM_PATTERN, [END_OF_TEXT], 9), "tokenizer.pattern .* cannot be exported"),
         (make_tokenizer(PATTERNS["cl100k"], [END_OF_TEXT], 9), "tokenizer.pattern 'cl100k' cannot be exported"),
         (Tokenizer(TOKENIZER.vocab, TOKENIZER.merges, [END_OF_TEXT], ignore_merges=True), "ignore_merges cannot be"),
-        (Tokenizer(TOKENIZER.vocab, TOKENIZER.merges, [END_OF_TEXT], normalizer="NFC"), "normalizer cannot be"),
-        (with_added_token(AddedToken("<|a b|>", lstrip=True)), "added_tokens cannot be"),
+        (Tokenizer(TOKENIZER.vocab, TOKENIZER.merges, [END_OF_TEXT], normalizer="NFKC"), "normalizer NFKC cannot be"),
+        (with_added_token(AddedToken("<|a b|>", lstrip=True)), r"the flag lstrip of '<\|a b\|>' cannot be"),
         (make_tokenizer(special_tokens=[], merges=9), "requires a special token that ends a text"),
         (bytes_tokenizer([END_OF_TEXT]), "no merges"),
     ],

@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ PACKAGES = [Path(folder) / "node-llama-cpp" for folder in os.environ.get("NODE_P
 PACKAGE = next((path for path in PACKAGES if path.is_dir()), None)
 TEXT = "Once upon a time, there's 12345  cats.\n\n  Naïve café 日本語 🙂 I'LL go   "
 SCRIPT = """
-const [library, path, text, prompt, count] = process.argv.slice(2);
+const [library, path, text, prompt, count, size] = process.argv.slice(2);
 const {getLlama} = await import(library);
 const llama = await getLlama({gpu: false, build: "never", skipDownload: true, maxThreads: 1});
 const model = await llama.loadModel({modelPath: path});
@@ -31,7 +31,8 @@ for await (const id of context.getSequence().evaluate(JSON.parse(prompt), {tempe
     generated.push(id);
     if (generated.length >= Number(count)) break;
 }
-console.log("RESULT " + JSON.stringify([model.tokenize(text, false), generated]));
+const ends = [...Array(Number(size)).keys()].filter((id) => model.isEogToken(id));
+console.log("RESULT " + JSON.stringify([model.tokenize(text, false), generated, model.tokenize(text, true), ends]));
 process.exit(0);
 """
 
@@ -42,17 +43,29 @@ needs_llama_cpp = pytest.mark.skipif(
 pytestmark = [pytest.mark.slow, needs_llama_cpp]
 
 
-def run_llama_cpp(directory: Path, text: str, prompt: list[int], count: int) -> tuple[list[int], list[int]]:
-    """Return the ids of ``text``, and the ``count`` greedy tokens after ``prompt``, of the file ``model.gguf``."""
+class Output(NamedTuple):
+    """What llama.cpp makes of a file."""
+
+    encoded: list[int]
+    """The ids of the text, whose special tokens are plain text."""
+    generated: list[int]
+    """The greedy tokens after the prompt."""
+    encoded_special: list[int]
+    """The ids of the text with its special tokens."""
+    end_ids: list[int]
+    """The ids that end a generation."""
+
+
+def run_llama_cpp(directory: Path, text: str, prompt: list[int], count: int, size: int = 0) -> Output:
+    """Return what llama.cpp makes of the file ``model.gguf``; ``size`` ids are tried as ends."""
     library, model = str(PACKAGE) + "/dist/index.js", str(directory / "model.gguf")
     script = directory / "generate.mjs"  # a file: the library forks node, whose children cannot inherit an --eval
     script.write_text(SCRIPT, encoding="utf-8")
-    command = ["node", str(script), library, model, text, json.dumps(prompt), str(count)]
+    command = ["node", str(script), library, model, text, json.dumps(prompt), str(count), str(size)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     [result] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    encoded, generated = json.loads(result.removeprefix("RESULT "))
-    return encoded, generated
+    return Output(*json.loads(result.removeprefix("RESULT ")))
 
 
 LLAMA3 = RopeScaling(factor=8.0, original_context_length=16)
@@ -81,9 +94,9 @@ def test_llama_cpp_continues_as_we_do(tmp_path: Path, options: dict[str, Any]) -
     with torch.no_grad():
         for _ in range(count):
             ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-    encoded, generated = run_llama_cpp(tmp_path, TEXT, prompt, count)
-    assert encoded == TOKENIZER.encode(TEXT)
-    assert generated == ids[len(prompt) :]
+    output = run_llama_cpp(tmp_path, TEXT, prompt, count)
+    assert output.encoded == TOKENIZER.encode(TEXT)
+    assert output.generated == ids[len(prompt) :]
 
 
 @pytest.mark.parametrize("pattern", ["gpt2", "llama3", "llama3, whole tokens", "qwen2", "deepseek"])
@@ -95,6 +108,6 @@ def test_llama_cpp_encodes_as_we_do(tmp_path: Path, pattern: str) -> None:
     tokenizer = Tokenizer(*parts)
     save_gguf(make_model(vocab_size=tokenizer.size), tokenizer, tmp_path / "model.gguf", "float32")
     text = f"{TEXT} a zebra é日1234567\r\n\r\n x!!!\n"
-    encoded, _ = run_llama_cpp(tmp_path, text, [1], 1)
+    encoded = run_llama_cpp(tmp_path, text, [1], 1).encoded
     assert encoded == tokenizer.encode(text)
     assert (trained.size in encoded) == parts.ignore_merges

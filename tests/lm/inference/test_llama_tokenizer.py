@@ -13,7 +13,7 @@ from lm.common.errors import UserError
 from lm.inference.llama import LlamaTokenizer
 from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.tokenizer import Tokenizer
-from tests.helpers.llamas import train_small_llama_tokenizer
+from tests.helpers.llamas import train_sentencepiece, train_small_llama_tokenizer
 from tests.helpers.tokenizers import bytes_tokenizer, make_tokenizer
 
 END = 256  # the id after the bytes
@@ -101,6 +101,7 @@ def test_unusable_tokenizers_are_refused(
     for name in ("damaged.model", "missing.model"):
         with pytest.raises(UserError, match=f"{name} cannot be read"):
             LlamaTokenizer.load(tmp_path / name)
+    mapped = train_sentencepiece(tmp_path / "mapped.model", ["the cat sat on the mat"] * 9, 280)
     real = builtins.__import__
 
     def without(name: str, *args: Any) -> Any:
@@ -110,4 +111,5 @@ def test_unusable_tokenizers_are_refused(
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(UserError, match=r"needs the sentencepiece library: pip install 'textmill\[llama\]'"):
-        LlamaTokenizer.load(sentencepiece_path)
+        LlamaTokenizer.load(mapped)
+    assert LlamaTokenizer.load(sentencepiece_path).n_words == 320, "it normalizes nothing"

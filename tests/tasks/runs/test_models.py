@@ -153,7 +153,6 @@ def test_names_that_are_no_model(made: tuple[RunContext, dict[str, Ref]], root: 
     missing = Ref("train", "0" * 64)
     write_run_record(root, "20260106-000000-full-x", refs["merge"], missing)
     (tmp_path / "file").touch()
-    (tmp_path / "my.gguf").touch()
     for name, message in {
         PRETRAINED[:-1]: rf"no model '{PRETRAINED[:-1]}' \(did you mean '{PRETRAINED}'\?\): neither a run below",
         "latest": "There is no model 'latest'",
@@ -162,7 +161,6 @@ def test_names_that_are_no_model(made: tuple[RunContext, dict[str, Ref]], root: 
         "20260105-000000-full-x": r"runs/20260105-000000-full-x\.json is damaged",
         "20260106-000000-full-x": "has no manifest of a finished train",
         str(tmp_path / "file"): "There is no model .*: this is a file; name the directory",
-        str(tmp_path / "my.gguf"): "this is GGUF, which textmill writes but does not read",
         "org/model-1.5B": "textmill does not download models.*run hf download org/model-1.5B first",
         "other_org/name": "hf download other_org/name first",
         "~no-such-user/model": "cannot be opened",
