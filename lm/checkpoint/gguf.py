@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from lm.checkpoint.external_weights import check_is_expressible, reorder_rotary_rows, translate_name
-from lm.checkpoint.hugging_face import MODULE_NAMES, find_rotary
-from lm.checkpoint.hugging_face_config import EXPRESSIBLE_OPTIONS
+from lm.checkpoint.external_weights import check_is_expressible, translate_name, unpair_rotary_rows
+from lm.checkpoint.hugging_face import find_rotary
+from lm.checkpoint.hugging_face_architectures import ARCHITECTURES
 from lm.common.errors import UserError, translate_write_errors
 from lm.data.chat_template import END_TOKEN, find_template
 from lm.files.atomic_dir import sync_path
@@ -33,6 +33,10 @@ _TYPES = {  # of matrices and of the file, in gguf's words
     "q8_0": ("Q8_0", "MOSTLY_Q8_0"),
 }
 _BLOCK_SIZE = 32  # numbers of a row that share a scale in Q8_0
+_OPTIONS = {  # of a model, that its llama or its qwen3 has
+    *("d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff", "vocab_size", "context_length"),
+    *("norm_eps", "rope_theta", "rope_scaling", "tied_embeddings", "qk_norm", "qkv_bias", "zero_init_residual"),
+}
 # llama.cpp's pretokenizer of each pattern, without and with ignore_merges.
 _PRETOKENIZERS: dict[tuple[Pattern, bool], str] = {
     (PATTERNS["gpt2"], False): "gpt-2",
@@ -86,7 +90,7 @@ def save_gguf(model: TransformerLM, tokenizer: Tokenizer, path: Path, weight_typ
     for key, weight in model.state_dict().items():
         # llama.cpp's qwen3 rotates the pairs (i, i + K/2); its llama rotates adjacent pairs, as we do.
         is_reordered = config.qk_norm and is_rotary.get(key, False)
-        name = names.get_name(translate_name(key, MODULE_NAMES), (".weight", ".bias")) or key
+        name = names.get_name(translate_name(key, ARCHITECTURES["llama"].module_names), (".weight", ".bias")) or key
         tensors.append((name, weight, GGMLQuantizationType[matrix_type if weight.ndim > 1 else "F32"], is_reordered))
     if config.rope_scaling and config.rope_scaling.kind == "llama3":  # by what it divides each frequency (K/2)
         theta, width = config.rope_theta, config.resolved_head_dim
@@ -102,7 +106,7 @@ def save_gguf(model: TransformerLM, tokenizer: Tokenizer, path: Path, weight_typ
             writer.write_ti_data_to_file()
             for _, weight, tensor_type, is_reordered in tensors:
                 if is_reordered:
-                    weight = reorder_rotary_rows(weight, config.resolved_head_dim // 2, 2)
+                    weight = unpair_rotary_rows(weight, config)
                 writer.write_tensor_data(quantize(weight.cpu().float().contiguous().numpy(), tensor_type))
             writer.close()
             sync_path(temporary)
@@ -119,13 +123,15 @@ def _check_model(config: ModelConfig, weight_type: GGUFType) -> None:
         raise UserError(
             "A model with experts (model.moe) cannot be exported to GGUF. Export it for Hugging Face, without --gguf."
         )
-    check_is_expressible(config, EXPRESSIBLE_OPTIONS, "llama.cpp")
+    check_is_expressible(config, _OPTIONS, "llama.cpp")
     all_heads = config.resolved_head_dim * config.num_heads
     has_divisors = config.rope_scaling is not None and config.rope_scaling.kind == "llama3"
+    is_linear = config.rope_scaling is not None and config.rope_scaling.kind == "linear"
     lacking = {
         "model.qk_norm and model.qkv_bias": config.qk_norm and config.qkv_bias,
         "model.qk_norm and model.rope_scaling llama3": config.qk_norm and has_divisors,
         "model.qkv_bias and model.head_dim": config.qkv_bias and all_heads != config.d_model,
+        "model.rope_scaling yarn or longrope": config.rope_scaling is not None and not has_divisors and not is_linear,
     }
     for options, is_set in lacking.items():
         if is_set:

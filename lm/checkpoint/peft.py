@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from lm.checkpoint.adapter_base import read_adapter
-from lm.checkpoint.external_weights import read_json_object, reorder_rotary_rows, translate_name
-from lm.checkpoint.hugging_face import find_rotary, module_names
-from lm.checkpoint.hugging_face_config import ARCHITECTURES, choose_architecture
+from lm.checkpoint.external_weights import pair_rotary_rows, read_json_object, translate_name, unpair_rotary_rows
+from lm.checkpoint.hugging_face import find_rotary
+from lm.checkpoint.hugging_face_architectures import ARCHITECTURES, choose_architecture
 from lm.checkpoint.safe_load import check_weights_are_finite, read_safetensors, save_safetensors
 from lm.checkpoint.training_checkpoint import find_base, read_description
 from lm.common.errors import UserError, translate_write_errors
@@ -127,7 +127,7 @@ def fuse_peft(model: TransformerLM, directory: Path) -> TransformerLM:
             )
         b_OR = pair["B"]
         if is_rotary[name]:
-            b_OR = reorder_rotary_rows(b_OR, 2, model.config.resolved_head_dim // 2)
+            b_OR = pair_rotary_rows(b_OR, model.config)
         scale = _scale(path, content, theirs.removeprefix(_PREFIX), len(pair["A"]))
         change = (b_OR @ pair["A"] * scale).to(weight.device)
         weight.data = (weight.data.float() + change).to(weight.dtype)
@@ -230,7 +230,7 @@ def save_peft(adapter: StoredAdapter, directory: Path, base: Path, base_digest: 
     for name, (a, b, scale) in adapter.layers.items():
         theirs = translate_name(name, names)
         if is_rotary[f"{name}.weight"]:
-            b = reorder_rotary_rows(b, config.resolved_head_dim // 2, 2)
+            b = unpair_rotary_rows(b, config)
         tensors[f"{_PREFIX}{theirs}.lora_A.weight"] = a.contiguous()
         tensors[f"{_PREFIX}{theirs}.lora_B.weight"] = b.contiguous()
         ranks[theirs], scales[theirs] = len(a), scale
@@ -257,4 +257,10 @@ def save_peft(adapter: StoredAdapter, directory: Path, base: Path, base_digest: 
 
 
 def _names(config: ModelConfig) -> dict[str, str]:
-    return module_names(ARCHITECTURES[choose_architecture(config)].experts)
+    architecture = ARCHITECTURES[choose_architecture(config)]
+    if architecture.fused:
+        raise UserError(
+            f"{architecture.label} holds several matrices as one, so its adapters of single matrices have no place in "
+            "peft's files; export the model with its adapter fused (--fuse_adapter)."
+        )
+    return architecture.module_names

@@ -1,14 +1,28 @@
 """Configuration of the model. This module does not import torch, so that the command line starts fast."""
 
 import math
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from lm.common.config import Config, bounded_field
 from lm.common.errors import UserError
 
-# Newer than the first outputs, which have keys without them. The value is the default.
-_NEWER_FIELDS: dict[str, Any] = {"head_dim": None, "moe": None, "qkv_bias": False, "rope_scaling": None}
+# Newer than the first outputs, which have keys without them. The value is the default. A field of a section comes after
+# the section.
+_NEWER_FIELDS: dict[str, Any] = {
+    "head_dim": None,
+    "moe": None,
+    "qkv_bias": False,
+    "rope_scaling": None,
+    "rope_scaling.beta_fast": 32.0,
+    "rope_scaling.beta_slow": 1.0,
+    "rope_scaling.attention_factor": None,
+    "rope_scaling.divisors": (),
+    "rotary_fraction": 1.0,
+    "global_interval": None,
+    "global_rope": True,
+}
 
 
 @dataclass(frozen=True)
@@ -65,11 +79,14 @@ class MoEConfig(Config, section="model.moe"):
 class RopeScaling(Config, section="model.rope_scaling"):
     """Slower rotary frequencies, for a context longer than that of the first training.
 
-    Sources: Chen et al. 2023 (linear: position interpolation); Meta's Llama 3.1 (llama3).
+    Sources: Chen et al. 2023 (linear: position interpolation); Meta's Llama 3.1 (llama3); Peng et al. 2023 (YaRN); Ding
+    et al. 2024 (LongRoPE).
     """
 
-    kind: Literal["linear", "llama3"] = "llama3"
-    """linear: divide all frequencies by factor. llama3: divide low ones, keep high ones, and blend those between."""
+    kind: Literal["linear", "llama3", "yarn", "longrope"] = "llama3"
+    """linear: divide all frequencies by factor. llama3 and yarn: divide low ones, keep high ones, and blend those
+    between, by their turns (llama3) or their index (yarn). longrope: divide each by a number of its own. yarn and
+    longrope also multiply the rotated queries and keys by attention_factor."""
     factor: float = bounded_field(8.0, ge=1, lt=math.inf)
     """How much longer the context became."""
     low_freq_factor: float = bounded_field(1.0, gt=0, lt=math.inf)
@@ -77,15 +94,30 @@ class RopeScaling(Config, section="model.rope_scaling"):
     high_freq_factor: float = bounded_field(4.0, gt=0, lt=math.inf)
     """Of llama3: a frequency with more turns than this in original_context_length is kept. Above low_freq_factor."""
     original_context_length: int = bounded_field(8192, ge=1)
-    """Of llama3: context length of the first training, in tokens."""
+    """Of llama3 and yarn: context length of the first training, in tokens."""
+    beta_fast: float = bounded_field(32.0, gt=0, lt=math.inf)
+    """Of yarn: a frequency with more turns than this in original_context_length is kept. Above beta_slow."""
+    beta_slow: float = bounded_field(1.0, gt=0, lt=math.inf)
+    """Of yarn: a frequency with fewer turns than this in original_context_length is divided by factor."""
+    attention_factor: float | None = bounded_field(None, gt=0, lt=math.inf)
+    """Of yarn and longrope: factor of the rotated queries and keys. Default: of yarn 0.1 · ln(factor) + 1, of longrope
+    1."""
+    divisors: list[float] = field(default_factory=list)
+    """Of longrope: the number by which each frequency is divided, the highest frequency first; one for each rotated
+    pair of a head."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise UserError(
-                f"model.rope_scaling.high_freq_factor {self.high_freq_factor} must be above low_freq_factor "
-                f"{self.low_freq_factor}."
-            )
+        object.__setattr__(self, "divisors", tuple(self.divisors))  # hashable, as the config of a model must be
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if getattr(self, high) <= getattr(self, low):
+                raise UserError(
+                    f"model.rope_scaling.{high} {getattr(self, high)} must be above {low} {getattr(self, low)}."
+                )
+        if any(not 0 < divisor < math.inf for divisor in self.divisors):
+            raise UserError("model.rope_scaling.divisors must be numbers above 0.")
+        if bool(self.divisors) != (self.kind == "longrope"):
+            raise UserError("model.rope_scaling.divisors are for the kind longrope, which needs them.")
 
 
 @dataclass(frozen=True)
@@ -132,6 +164,13 @@ class ModelConfig(Config, section="model"):
     """Mixture of experts in place of the feed-forward network. Default: every block is dense."""
     rope_scaling: RopeScaling | None = None
     """Slower rotary frequencies for a longer context, as in Llama 3.1. Off by default."""
+    rotary_fraction: float = bounded_field(1.0, gt=0, le=1)
+    """Part of the width of a head that is rotated: its first dimensions. The others have no positions."""
+    global_interval: int | None = bounded_field(None, ge=2)
+    """Every block whose number is a multiple of this is global, the others are local. Default: all are the same. What
+    differs: global_rope."""
+    global_rope: bool = True
+    """false: global blocks have no rotary positions, as in SmolLM3 (Yang et al. 2025: RNoPE)."""
 
     def __post_init__(self) -> None:
         if isinstance(self.moe, dict):  # from JSON, e.g. of a checkpoint
@@ -151,6 +190,7 @@ class ModelConfig(Config, section="model"):
             raise UserError(
                 f"The head width, model.d_model {self.d_model} / model.num_heads {self.num_heads}, must be {kind}."
             )
+        self._check_rotary(is_rotary)
         if self.num_heads % self.kv_heads:
             raise UserError(f"model.num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}.")
         if self.moe and self.moe.num_dense_layers >= self.num_layers:
@@ -161,24 +201,65 @@ class ModelConfig(Config, section="model"):
         if self.moe and not self.moe.expert_width(self.d_ff):
             raise UserError(f"model.d_ff {self.d_ff} is too small to divide among experts; set model.moe.d_expert.")
 
+    def _check_rotary(self, is_rotary: bool) -> None:
+        """Raise UserError for options of rotary positions that do not fit together."""
+        if not is_rotary and (self.rotary_fraction != 1 or not self.global_rope):
+            name = "rotary_fraction" if self.rotary_fraction != 1 else "global_rope"
+            raise UserError(f"model.{name} is about rotary positions; leave it out with model.position_encoding none.")
+        if is_rotary and (self.rotary_dim < 2 or self.rotary_dim % 2):
+            raise UserError(
+                f"model.rotary_fraction {self.rotary_fraction} of the head width {self.resolved_head_dim} are "
+                f"{self.rotary_dim} dimensions; they must be an even number of at least 2, because rope rotates pairs."
+            )
+        if self.rope_scaling and self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
+            raise UserError(f"model.rope_theta {self.rope_theta} must be above 1 for model.rope_scaling.kind yarn.")
+        if self.rope_scaling and self.rope_scaling.divisors and len(self.rope_scaling.divisors) != self.rotary_dim // 2:
+            raise UserError(
+                f"model.rope_scaling.divisors has {len(self.rope_scaling.divisors)} numbers; a head has "
+                f"{self.rotary_dim // 2} rotated pairs, and each needs one."
+            )
+        if self.global_interval and self.global_interval > self.num_layers:
+            raise UserError(
+                f"model.global_interval {self.global_interval} must be at most model.num_layers {self.num_layers}."
+            )
+        if bool(self.global_interval) != self.has_local_blocks:
+            raise UserError(
+                "model.global_interval says which blocks are global, and model.global_rope false what they lack; set "
+                "both or none."
+            )
+
     @property
     def identity(self) -> dict[str, Any]:
         """The fields that decide the output of a stage. A field that is newer than the first outputs is left out at its
         default, so that their keys stay."""
-        return {
-            name: value
-            for name, value in asdict(self).items()
-            if name not in _NEWER_FIELDS or value != _NEWER_FIELDS[name]
-        }
+        identity = asdict(self)
+        for name, default in _NEWER_FIELDS.items():
+            section, _, field_name = name.rpartition(".")
+            owner = identity.get(section) if section else identity
+            if owner and owner[field_name] == default:
+                del owner[field_name]
+        return identity
+
+    def unusual_options(self, known: Collection[str]) -> list[str]:
+        """Return the names of the options outside ``known`` that differ from their defaults.
+
+        The defaults describe a Llama. Code that supports ``known`` options alone so refuses those that are added later.
+        """
+        defaults = type(self)()
+        names = [option.name for option in fields(self) if option.name not in known]
+        return [name for name in names if getattr(self, name) != getattr(defaults, name)]
+
+    def is_global_layer(self, layer: int) -> bool:
+        """Return whether the block of index ``layer`` is global."""
+        return self.global_interval is not None and (layer + 1) % self.global_interval == 0
+
+    def has_rope(self, layer: int) -> bool:
+        """Return whether the block of index ``layer`` has rotary positions."""
+        return self.position_encoding == "rope" and (self.global_rope or not self.is_global_layer(layer))
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether the block of index ``layer`` has a mixture of experts."""
         return self.moe is not None and layer >= self.moe.num_dense_layers
-
-    @property
-    def has_llama_blocks(self) -> bool:
-        """Whether the blocks are those of Llama: a norm before each sublayer, SwiGLU, and no experts."""
-        return self.norm_placement == "pre" and self.feed_forward == "swiglu" and self.moe is None
 
     @property
     def feed_forward_matrices(self) -> int:
@@ -189,6 +270,16 @@ class ModelConfig(Config, section="model"):
     def resolved_head_dim(self) -> int:
         """``head_dim`` with its default filled in."""
         return self.head_dim or self.d_model // self.num_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of dimensions of a head that are rotated."""
+        return int(self.resolved_head_dim * self.rotary_fraction)
+
+    @property
+    def has_local_blocks(self) -> bool:
+        """Whether an option makes global blocks differ from the others."""
+        return not self.global_rope
 
     @property
     def kv_heads(self) -> int:

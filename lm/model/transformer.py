@@ -81,7 +81,12 @@ class TransformerLM(nn.Module):
         self.config = config
         self.rope = (
             RotaryEmbedding(
-                config.rope_theta, config.resolved_head_dim, config.context_length, device, config.rope_scaling
+                config.rope_theta,
+                config.resolved_head_dim,
+                config.context_length,
+                device,
+                config.rope_scaling,
+                config.rotary_dim,
             )
             if config.position_encoding == "rope"
             else None
@@ -89,7 +94,8 @@ class TransformerLM(nn.Module):
         embedding_cls = TiedEmbedding if config.tied_embeddings else Embedding
         self.token_embeddings: Embedding = embedding_cls(config.vocab_size, config.d_model, device, dtype)
         self.layers = nn.ModuleList(
-            TransformerBlock(config, self.rope, layer, device, dtype) for layer in range(config.num_layers)
+            TransformerBlock(config, self.rope if config.has_rope(layer) else None, layer, device, dtype)
+            for layer in range(config.num_layers)
         )
         has_final_norm = config.norm_placement == "pre"  # a post-norm block ends with a norm already
         self.ln_final = RMSNorm(config.d_model, config.norm_eps, device, dtype) if has_final_norm else nn.Identity()

@@ -23,6 +23,8 @@ MODEL_VARIANTS: list[dict[str, Any]] = [
     {"zero_init_residual": True},
     {"norm_placement": "post"},
     {"norm_placement": "none"},
+    {"rotary_fraction": 0.5},
+    {"num_layers": 3, "global_interval": 2, "global_rope": False},
     {"position_encoding": "none"},
     {"position_encoding": "none", "num_heads": 8, "num_kv_heads": 2, "qk_norm": True},  # heads 3 wide
     {"feed_forward": "silu"},
@@ -38,8 +40,11 @@ MODEL_VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-def reference_rope(x: Tensor, theta: float, positions: Tensor) -> Tensor:
+def reference_rope(x: Tensor, theta: float, positions: Tensor, fraction: float = 1.0) -> Tensor:
     """Rotate as Meta's Llama does: neighbours are a complex number, multiplied by exp(i · position · frequency)."""
+    if fraction < 1:
+        width = int(x.shape[-1] * fraction)
+        return torch.cat((reference_rope(x[..., :width], theta, positions), x[..., width:]), -1)
     d_k = x.shape[-1]
     frequencies = 1.0 / (theta ** (torch.arange(0, d_k, 2)[: d_k // 2].double() / d_k))
     angles = positions.double()[..., None] * frequencies
@@ -53,7 +58,13 @@ def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def reference_attention(
-    x: Tensor, weights: dict[str, Tensor], heads: int, theta: float | None, kv_heads: int = 0, eps: float = 0.0
+    x: Tensor,
+    weights: dict[str, Tensor],
+    heads: int,
+    theta: float | None,
+    kv_heads: int = 0,
+    eps: float = 0.0,
+    rotary_fraction: float = 1.0,
 ) -> Tensor:
     """Compute causal attention for one sequence (T, D), head by head and query by query.
 
@@ -76,7 +87,7 @@ def reference_attention(
                 reference_rms_norm(part, weights[f"{name}_norm.weight"], eps) for part, name in ((q, "q"), (k, "k"))
             )
         if theta is not None:
-            q, k = (reference_rope(part, theta, torch.arange(length)) for part in (q, k))
+            q, k = (reference_rope(part, theta, torch.arange(length), rotary_fraction) for part in (q, k))
         for t in range(length):
             scores = torch.stack([q[t] @ k[s] for s in range(t + 1)]) / width**0.5
             outputs[t, rows] = sum(p * v[s] for s, p in enumerate(torch.softmax(scores, 0)))
@@ -92,7 +103,17 @@ def reference_transformer(ids: Tensor, state: dict[str, Tensor], config: ModelCo
     def attend(x: Tensor, layer: dict[str, Tensor]) -> Tensor:
         attention = {key.removeprefix("attn."): value for key, value in layer.items() if key.startswith("attn.")}
         theta = config.rope_theta if config.position_encoding == "rope" else None
-        return reference_attention(x, attention, config.num_heads, theta, config.num_kv_heads or 0, config.norm_eps)
+        if is_global and not config.global_rope:
+            theta = None
+        return reference_attention(
+            x,
+            attention,
+            config.num_heads,
+            theta,
+            config.num_kv_heads or 0,
+            config.norm_eps,
+            config.rotary_fraction,
+        )
 
     def feed_forward(x: Tensor, layer: dict[str, Tensor]) -> Tensor:
         inner = x @ layer["ffn.w1.weight"].T
@@ -106,6 +127,7 @@ def reference_transformer(ids: Tensor, state: dict[str, Tensor], config: ModelCo
 
     x = state["token_embeddings.weight"][ids]
     for n in range(config.num_layers):
+        is_global = config.global_interval is not None and (n + 1) % config.global_interval == 0
         layer = {
             key.removeprefix(f"layers.{n}."): value for key, value in state.items() if key.startswith(f"layers.{n}.")
         }

@@ -44,6 +44,7 @@ _BLOCK_OUTPUTS = 4096
 _MIN_BYTES_FOR_THREADS = 1 << 24
 _MIN_BYTES_OF_MATRIX = 1 << 20
 _NO_SCALES = np.empty(0, np.float32)
+_NO_WINDOW = 1 << 40  # tokens
 
 MakeLinear = Callable[..., nn.Module]  # OneDNNLinear or LowPrecisionLinear
 
@@ -198,8 +199,11 @@ class CpuAttention(MultiHeadSelfAttention):
             head_dim=self.head_dim,
             norm_weights=join_floats([norm.weight for norm in norms]),
             eps=norms[0].eps if norms else 0.0,
+            scale=self.head_dim**-0.5,
             cos=flat_array(rope.cos if rope else empty),
             sin=flat_array(rope.sin if rope else empty),
+            table_starts=np.array([0 if rope else -1]),
+            windows=np.array([_NO_WINDOW]),
         )
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:

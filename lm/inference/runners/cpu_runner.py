@@ -29,13 +29,22 @@ from lm.model.transformer import TransformerLM
 
 _MAX_FUSED_TOKENS = 64  # with more, oneDNN is faster; with AVX-512 it computes more at a time, so fewer are left
 _MIN_BYTES_FOR_THREADS = 1 << 22  # of the weights; below, waking a thread takes longer than it saves
+# Of a model, that the kernel computes; others must have their defaults.
+_OPTIONS = frozenset(
+    [
+        *("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff"),
+        *("qk_norm", "qkv_bias", "norm_eps", "tied_embeddings", "zero_init_residual", "logit_softcap"),
+        *("position_encoding", "rope_theta", "rope_scaling", "rotary_fraction", "global_interval", "global_rope"),
+    ]
+)
 _CHUNKS_PER_THREAD = 4  # with more, taking them costs more than the waits for the last one
 
 
 def can_fuse(model: TransformerLM) -> bool:
     """Return whether the kernel supports ``model``, after its layers were replaced by the layers for CPUs."""
     head: Any = model.lm_head
-    return model.config.has_llama_blocks and isinstance(head, JoinedLinear) and head.weight is not None
+    is_known = not model.config.unusual_options(_OPTIONS)
+    return is_known and isinstance(head, JoinedLinear) and head.weight is not None
 
 
 def share_weights(model: TransformerLM) -> None:
@@ -58,20 +67,27 @@ def _create_network(model: TransformerLM) -> Network:
     matrices, config = _matrices(model), model.config
     norms = [norm for layer in layers for norm in (layer.ln1, layer.ln2)] + [model.ln_final]
     qk_norms = [norm for layer in layers for norm in (layer.attn.q_norm, layer.attn.k_norm)]
+    shapes = [layer.attn.shape for layer in layers]
+    tables = next((shape for shape in shapes if len(shape.cos)), shapes[0])  # of the blocks that have any
     num_weights = sum(matrix.weight.numel() for matrix in matrices)
     return Network(
         weights=flat_array(matrices[0].weight.as_strided((num_weights,), (1,), 0)),
         scales=join_floats([matrix.scale for matrix in matrices if matrix.scale is not None]),
         norm_weights=join_floats([norm.weight for norm in norms]),
         biases=join_floats([matrix.bias for matrix in matrices if matrix.bias is not None]),
-        attention=layers[0].attn.shape._replace(
-            norm_weights=join_floats([norm.weight for norm in qk_norms if isinstance(norm, RMSNorm)])
+        attention=shapes[0]._replace(
+            norm_weights=join_floats([norm.weight for norm in qk_norms if isinstance(norm, RMSNorm)]),
+            cos=tables.cos,
+            sin=tables.sin,
+            table_starts=np.concatenate([shape.table_starts for shape in shapes]),
+            windows=np.concatenate([shape.windows for shape in shapes]),
         ),
         num_layers=len(layers),
         d_model=config.d_model,
         d_ff=config.d_ff,
         vocab_size=len(matrices[-1].weight),
         eps=config.norm_eps,
+        residual_multiplier=1.0,
     )
 
 

@@ -34,6 +34,16 @@ from lm.model.config import ModelConfig, MoEConfig, RopeScaling
         {"logit_softcap": -1.0},
         {"norm_placement": "both"},
         {"feed_forward": "gelu"},
+        {"rotary_fraction": 0.0},
+        {"rotary_fraction": 0.01},  # no pair
+        {"rotary_fraction": 0.1},  # of 32: 3 dimensions
+        {"rotary_fraction": 0.5, "position_encoding": "none"},
+        {"global_rope": False, "position_encoding": "none"},
+        {"global_interval": 1},
+        {"global_interval": 5, "global_rope": False},  # of 4 blocks
+        {"global_interval": 2},  # nothing differs
+        {"global_rope": False},
+        {"rope_theta": 1.0, "rope_scaling": RopeScaling("yarn")},
     ],
     ids=str,
 )
@@ -78,11 +88,14 @@ def test_a_config_with_experts_is_read_from_json() -> None:
 
 def test_the_identity_of_a_plain_model_is_that_of_before_newer_fields() -> None:
     """Keys of finished outputs contain it."""
-    newer = ("head_dim", "moe", "qkv_bias", "rope_scaling")
-    assert [*ModelConfig().identity] == [field.name for field in fields(ModelConfig) if field.name not in newer]
+    names = [field.name for field in fields(ModelConfig)]
+    oldest = [name for name in names[: names.index("moe")] if name not in ("head_dim", "qkv_bias")]
+    assert [*ModelConfig().identity] == oldest
     assert ModelConfig(moe=MoEConfig()).identity["moe"]["num_experts"] == 8
     assert ModelConfig(qkv_bias=True).identity["qkv_bias"]
-    assert ModelConfig(rope_scaling=RopeScaling()).identity["rope_scaling"]["factor"] == 8.0
+    scaling = ModelConfig(rope_scaling=RopeScaling()).identity["rope_scaling"]
+    assert [*scaling] == ["kind", "factor", "low_freq_factor", "high_freq_factor", "original_context_length"]
+    assert ModelConfig(rope_scaling=RopeScaling("yarn", beta_fast=3.0)).identity["rope_scaling"]["beta_fast"] == 3.0
 
 
 def test_rope_scaling_is_read_from_json_and_checked() -> None:
@@ -92,5 +105,11 @@ def test_rope_scaling_is_read_from_json_and_checked() -> None:
         RopeScaling(high_freq_factor=1.0)
     with pytest.raises(UserError, match=r"rope_scaling\.factor is 0\.5"):
         RopeScaling(factor=0.5)
+    longrope = ModelConfig(d_model=16, num_heads=4, rope_scaling=RopeScaling("longrope", divisors=[1, 2.5]))
+    assert ModelConfig(**json.loads(json.dumps(asdict(longrope)))) == longrope and hash(longrope)
+    with pytest.raises(UserError, match=r"rope_scaling\.beta_fast 1\.0 must be above beta_slow 1\.0"):
+        RopeScaling("yarn", beta_fast=1.0)
+    with pytest.raises(UserError, match="divisors are for the kind longrope"):
+        RopeScaling("longrope")
     with pytest.raises(UserError, match="leave it out with"):
         ModelConfig(rope_scaling=RopeScaling(), position_encoding="none")
