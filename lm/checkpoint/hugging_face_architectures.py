@@ -58,6 +58,8 @@ class Architecture:
     experts: Experts | None = None
     extra_fields: dict[str, Any] = field(default_factory=dict)
     """Fields that are only written: transformers' default does not fit all models."""
+    global_interval: int | None = None
+    """Of Gemmas: transformers' default of the interval of global blocks."""
     rope_kinds: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
     """Kinds of scaled rotary positions that its files can have."""
 
@@ -93,9 +95,24 @@ _QWEN_EXPERTS = Experts(
     {"num_experts": "num_experts", "num_experts_per_tok": "top_k", "moe_intermediate_size": "d_expert"},
     {"use_sliding_window": False, "decoder_sparse_step": 1},
 )
+_GELU = "gelu_pytorch_tanh"
+_GEMMA_FIELDS = {"hidden_act": _GELU, "hidden_activation": _GELU, "use_bidirectional_attention": False}
+_GEMMA_DEFAULTS: dict[str, float] = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
+_GEMMA_DEFAULTS |= {"tie_word_embeddings": True, "query_pre_attn_scalar": 256}
+_GEMMA_OPTIONS = {"norm_placement": "sandwich", "feed_forward": "geglu", "zero_centered_norm": True}
+_GEMMA_NAMES = {
+    "ln1_out": "post_attention_layernorm",
+    "ln2": "pre_feedforward_layernorm",
+    "ln2_out": "post_feedforward_layernorm",
+}
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", {"mlp_bias": False}),
-    "mistral": Architecture("MistralForCausalLM", {}, {"num_key_value_heads": 8, "max_position_embeddings": 131072}),
+    "mistral": Architecture(
+        "MistralForCausalLM",
+        {},
+        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+        stated=frozenset(["sliding_window"]),
+    ),
     "qwen2": Architecture(
         "Qwen2ForCausalLM",
         {"use_sliding_window": False},
@@ -119,13 +136,45 @@ ARCHITECTURES = {
         "Phi3ForCausalLM",
         {},
         {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-        stated=frozenset(["rotary_fraction"]),
+        stated=frozenset(["rotary_fraction", "sliding_window"]),
         fused={
             "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
         },
         extra_fields=_NO_PADDING,
         rope_kinds=("longrope",),
+    ),
+    "granite": Architecture(
+        "GraniteForCausalLM", {"mlp_bias": False}, stated=frozenset(["multipliers"]), extra_fields=_NO_PADDING
+    ),
+    "olmo2": Architecture(
+        "Olmo2ForCausalLM",
+        {},
+        {"rms_norm_eps": 1e-5},
+        {"norm_placement": "output", "qk_norm": True, "qk_norm_per_head": False},
+        names={"ln1": "post_attention_layernorm", "ln2": "post_feedforward_layernorm"},
+        extra_fields=_NO_PADDING,
+    ),
+    "gemma2": Architecture(
+        "Gemma2ForCausalLM",
+        _GEMMA_FIELDS,
+        _GEMMA_DEFAULTS
+        | {"max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        _GEMMA_OPTIONS,
+        frozenset(["multipliers", "sliding_window", "global_interval", "attention_softcap", "logit_softcap"]),
+        _GEMMA_NAMES,
+        extra_fields=_NO_PADDING,
+        global_interval=2,
+    ),
+    "gemma3_text": Architecture(
+        "Gemma3ForCausalLM",
+        _GEMMA_FIELDS | {"attn_logit_softcapping": None},
+        _GEMMA_DEFAULTS | {"max_position_embeddings": 131072, "rope_theta": 1e6},
+        _GEMMA_OPTIONS | {"qk_norm": True},
+        frozenset(["multipliers", "sliding_window", "global_interval", "local_rope_theta", "logit_softcap"]),
+        _GEMMA_NAMES,
+        extra_fields=_NO_PADDING,
+        global_interval=6,
     ),
     "mixtral": Architecture(
         "MixtralForCausalLM",
@@ -145,6 +194,13 @@ ARCHITECTURES = {
         {"num_key_value_heads": 4, "max_position_embeddings": 32768},
         {"qk_norm": True},
         experts=_QWEN_EXPERTS,
+    ),
+    "qwen2_moe": Architecture(
+        "Qwen2MoeForCausalLM",
+        {},
+        {"num_key_value_heads": 16, "max_position_embeddings": 32768},
+        {"qkv_bias": True},
+        experts=_QWEN_EXPERTS._replace(shared="shared_expert"),
     ),
     "glm4_moe": Architecture(
         "Glm4MoeForCausalLM",
@@ -214,6 +270,22 @@ def _lacking_options(config: ModelConfig, architecture: Architecture) -> dict[st
             lacking[option] = repr(supported)
     if config.rope_scaling and config.rope_scaling.kind not in architecture.rope_kinds:
         lacking["rope_scaling"] = f"the kind {' or '.join(architecture.rope_kinds)}"
+    if architecture.global_interval:
+        lacking |= _lacking_of_gemma(config)
+    return lacking
+
+
+def _lacking_of_gemma(config: ModelConfig) -> dict[str, str]:
+    """Return the options of ``config`` that Gemma's files do not state, because they are the same in all models."""
+    factors, lacking = config.factors, {}
+    if (factors.embedding, factors.residual, factors.logits_divisor) != (config.d_model**0.5, 1, 1):
+        lacking["multipliers"] = f"embedding {config.d_model**0.5}, and 1 as residual and logits_divisor"
+    elif factors.attention is None or factors.attention != round(factors.attention**-2) ** -0.5:
+        lacking["multipliers"] = "an attention of 1 / sqrt(a whole number)"
+    if config.sliding_window is None:
+        lacking["sliding_window"] = "a number of tokens"
+    if config.rope_scaling and config.qk_norm and config.local_rope_theta is None:  # Gemma 3 scales global blocks alone
+        lacking["local_rope_theta"] = "a number, with model.rope_scaling"
     return lacking
 
 
@@ -225,7 +297,13 @@ def _choose_experts(moe: MoEConfig, config: ModelConfig) -> str:
     qk_norm = config.qk_norm
     if moe.affinity == "sigmoid":
         model_type, label = "glm4_moe", "GLM-4-MoE"
-        lacks = {"num_shared_experts": (moe.num_shared_experts == 0, "at least 1")}
+        lacks = {
+            "num_shared_experts": (moe.num_shared_experts == 0, "at least 1"),
+            "shared_gate": (moe.shared_gate, "False"),
+        }
+    elif moe.shared_gate:
+        model_type, label = "qwen2_moe", "Qwen2-MoE"
+        lacks = {"bias_update_rate": (moe.bias_update_rate > 0, "0, no bias")}
     else:
         model_type, label = ("qwen3_moe", "Qwen3-MoE") if qk_norm else ("mixtral", "Mixtral")
         lacks = {

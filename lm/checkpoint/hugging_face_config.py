@@ -10,7 +10,7 @@ from lm.checkpoint.hugging_face_architectures import ARCHITECTURES, Architecture
 from lm.checkpoint.hugging_face_rope import flatten_rope, read_rope, rope_fields
 from lm.common.errors import UserError
 from lm.files.json import read_json
-from lm.model.config import ModelConfig, MoEConfig
+from lm.model.config import ModelConfig, MoEConfig, Multipliers
 
 _FIELDS: FieldTable = {
     "hidden_size": ("d_model", None),
@@ -25,6 +25,13 @@ _FIELDS: FieldTable = {
     "tie_word_embeddings": ("tied_embeddings", False),
 }
 _FIXED_FIELDS = {"hidden_act": "silu", "attention_bias": False}
+_MULTIPLIERS = {  # ours → Granite's
+    "embedding": "embedding_multiplier",
+    "attention": "attention_multiplier",
+    "residual": "residual_multiplier",
+    "logits_divisor": "logits_scaling",
+}
+_SOFTCAPS = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
 _STATED_FIELDS: dict[str, tuple[str, Any]] = {  # ours → (Hugging Face's, default), of some architectures
     "rotary_fraction": ("partial_rotary_factor", 1.0),
     "qk_norm": ("use_qk_norm", False),
@@ -51,6 +58,9 @@ def read_config(path: Path, content: dict[str, Any], max_seq_len: int | None) ->
     check_fixed_fields(path, content, fixed_fields)
     # Llama has as many key-value heads as heads.
     content = {"num_key_value_heads": content.get("num_attention_heads")} | architecture.defaults | content
+    if "sliding_window" in architecture.defaults:  # null is no window, and no soft-cap
+        stated = read_json(path)
+        content = {name: value for name, value in content.items() if stated.get(name, value) is not None}
     options: dict[str, Any] = {} if max_seq_len is None else {"context_length": max_seq_len}
     options |= read_rope(path, content, max_seq_len) | architecture.options
     options |= _read_stated_options(path, content, architecture)
@@ -61,8 +71,6 @@ def read_config(path: Path, content: dict[str, Any], max_seq_len: int | None) ->
     config = read_model_config(path, content, _FIELDS, **options)
     if config.head_dim == config.d_model / config.num_heads:
         config = replace(config, head_dim=None)
-    if model_type in ("mistral", "phi3"):
-        _check_window(path, config.context_length, 4096 if model_type == "mistral" else None)
     return config, model_type
 
 
@@ -74,7 +82,51 @@ def _read_stated_options(path: Path, content: dict[str, Any], architecture: Arch
             options[option] = read_field(path, content, name, default)
     if "global_rope" in architecture.stated:
         options |= _read_rope_layers(path, content)
+    if "sliding_window" in architecture.stated:
+        options |= _read_windows(path, content, architecture)
+    if "multipliers" in architecture.stated:
+        options["multipliers"] = _read_multipliers(path, content, architecture)
+    for option, name in _SOFTCAPS.items():
+        if option in architecture.stated:
+            options[option] = read_field(path, content, name, 0.0)
     return options
+
+
+def _read_windows(path: Path, content: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
+    """Return the options that say which blocks attend to how many tokens."""
+    if "sliding_window" not in content:
+        return {}
+    window = read_field(path, content, "sliding_window", None)
+    num_layers, interval = read_field(path, content, "num_hidden_layers", None), architecture.global_interval
+    types = content.get("layer_types")
+    if interval is None:
+        return {"sliding_window": window}
+    if types is None:
+        interval = read_field(path, content, "sliding_window_pattern", interval)
+        is_global = [(layer + 1) % interval == 0 for layer in range(num_layers)]
+        types = ["full_attention" if flag else "sliding_attention" for flag in is_global]
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise UserError(f"{path}: layer_types is {types!r}; it must be a list with the type of each layer.")
+    if unknown := [name for name in types if name not in ("full_attention", "sliding_attention")]:
+        raise UserError(f"{path}: layer_types has {unknown[0]!r}; full_attention and sliding_attention are supported.")
+    interval = _find_interval(path, "layer_types", [name == "full_attention" for name in types])
+    options = {"sliding_window": window, "global_interval": interval}
+    if "local_rope_theta" in architecture.stated:
+        theta = read_field(path, content, "rope_local_base_freq", 10000.0)
+        options |= {"local_rope_theta": theta} if interval else {"rope_theta": theta, "rope_scaling": None}
+    return options
+
+
+def _read_multipliers(path: Path, content: dict[str, Any], architecture: Architecture) -> Multipliers | None:
+    """Return the constant factors of a Granite or a Gemma, None if all are those of a Llama."""
+    if architecture.global_interval:
+        scale = read_field(path, content, "query_pre_attn_scalar", None)
+        return Multipliers(embedding=read_field(path, content, "hidden_size", None) ** 0.5, attention=scale**-0.5)
+    values = {ours: float(read_field(path, content, theirs, 1.0)) for ours, theirs in _MULTIPLIERS.items()}
+    try:
+        return Multipliers(**values)
+    except UserError as error:
+        raise UserError(f"{path} describes an unsupported model: {error}") from None
 
 
 def _read_rope_layers(path: Path, content: dict[str, Any]) -> dict[str, Any]:
@@ -104,16 +156,6 @@ def _find_interval(path: Path, name: str, is_global: Sequence[bool]) -> int | No
     return interval
 
 
-def _check_window(path: Path, context_length: int, default: int | None) -> None:
-    """Raise UserError if a model attends to fewer tokens than its context has: ours attends to all."""
-    content = {"sliding_window": default} | read_json(path)  # transformers' default; null means no window
-    if content["sliding_window"] is not None and read_field(path, content, "sliding_window", None) < context_length:
-        raise UserError(
-            f"{path}: sliding_window {content['sliding_window']:,} is below the context of {context_length:,} tokens, "
-            "and such attention is not supported; lower max_position_embeddings to the window."
-        )
-
-
 def _read_moe_config(path: Path, content: dict[str, Any], model_type: str, experts: Experts) -> MoEConfig:
     """Return the experts that a ``config.json`` describes. Raises UserError for an unsupported or a bad field."""
     check_fixed_fields(path, content, experts.fixed_fields)
@@ -123,11 +165,19 @@ def _read_moe_config(path: Path, content: dict[str, Any], model_type: str, exper
     options = {ours: read_field(path, content, name, None) for ours, name in names.items()}
     if model_type != "mixtral":
         options["normalized_gates"] = read_field(path, content, "norm_topk_prob", model_type == "glm4_moe")
-    if model_type == "qwen3_moe":
+    if model_type in ("qwen3_moe", "qwen2_moe"):
         dense = content.get("mlp_only_layers", [])
         if not isinstance(dense, list) or dense != [*range(len(dense))]:
             raise UserError(f"{path}: mlp_only_layers {dense!r} is not supported; only the first layers can be dense.")
         options["num_dense_layers"] = len(dense)
+    if model_type == "qwen2_moe":
+        width = read_field(path, content, "shared_expert_intermediate_size", 5632)
+        if width % options["d_expert"]:
+            raise UserError(
+                f"{path}: shared_expert_intermediate_size {width} is no multiple of moe_intermediate_size "
+                f"{options['d_expert']}, and a shared expert of another width is not supported."
+            )
+        options |= {"num_shared_experts": width // options["d_expert"], "shared_gate": True}
     if model_type == "glm4_moe":
         is_all_experts = content.get("first_k_dense_replace") == 0
         options["num_dense_layers"] = 0 if is_all_experts else read_field(path, content, "first_k_dense_replace", 1)
@@ -166,7 +216,7 @@ def config_fields(config: ModelConfig, model_type: str) -> dict[str, Any]:
         **(_moe_fields(config, moe, model_type, architecture.experts) if moe and architecture.experts else {}),
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.resolved_head_dim,
-        **rope_fields(config, "rotary_fraction" in architecture.stated),
+        **rope_fields(config, architecture.stated),
         **_stated_fields(config, architecture),
         **architecture.extra_fields,
     }
@@ -177,6 +227,22 @@ def _stated_fields(config: ModelConfig, architecture: Architecture) -> dict[str,
     content = {
         name: getattr(config, option) for option, (name, _) in _STATED_FIELDS.items() if option in architecture.stated
     }
+    if "sliding_window" in architecture.stated:
+        content["sliding_window"] = config.sliding_window
+    if "global_interval" in architecture.stated and "global_rope" not in architecture.stated:
+        is_global = map(config.is_global_layer, range(config.num_layers))
+        content["layer_types"] = ["full_attention" if flag else "sliding_attention" for flag in is_global]
+    if "multipliers" in architecture.stated:
+        factors = config.factors
+        attention = config.resolved_head_dim**-0.5 if factors.attention is None else factors.attention
+        if architecture.global_interval:
+            content["query_pre_attn_scalar"] = round(attention**-2)
+        else:
+            values = replace(factors, attention=attention)
+            content |= {theirs: getattr(values, ours) for ours, theirs in _MULTIPLIERS.items()}
+    for option, name in _SOFTCAPS.items():
+        if option in architecture.stated:
+            content[name] = getattr(config, option) or None
     if "global_rope" in architecture.stated:
         content["no_rope_layers"] = [int(config.has_rope(layer)) for layer in range(config.num_layers)]
     return content
@@ -187,7 +253,9 @@ def _moe_fields(config: ModelConfig, moe: MoEConfig, model_type: str, experts: E
     content: dict[str, Any] = {name: getattr(values, ours) for name, ours in experts.fields.items()}
     if model_type != "glm4_moe":
         content["router_aux_loss_coef"] = moe.aux_loss_weight / _aux_loss_scale(config.num_layers, moe)
-    if model_type == "qwen3_moe":
+    if model_type == "qwen2_moe":
+        content["shared_expert_intermediate_size"] = moe.num_shared_experts * moe.expert_width(config.d_ff)
+    if model_type in ("qwen3_moe", "qwen2_moe"):
         content["mlp_only_layers"] = [*range(moe.num_dense_layers)]
     if model_type == "glm4_moe":
         content |= {"first_k_dense_replace": moe.num_dense_layers, "num_nextn_predict_layers": 0}

@@ -27,6 +27,13 @@ def flatten_rope(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     others. Raises UserError if one of them is no object."""
     for name in ("rope_parameters", "rope_scaling"):
         rope = content.get(name, {})
+        if isinstance(rope, dict) and isinstance(
+            full := rope.get("full_attention"), dict
+        ):  # of Gemma 3, by type of layer
+            local = rope.get("sliding_attention") or {}
+            if not isinstance(local, dict) or local.get("rope_type", "default") != "default":
+                raise UserError(f"{path}: the rope_type of sliding_attention is not supported; only default.")
+            rope = full | ({"rope_local_base_freq": local["rope_theta"]} if "rope_theta" in local else {})
         if not isinstance(rope, dict):
             raise UserError(f"{path}: {name} is {rope!r}; it must be an object or null.")
         content = content | {field: value for field, value in rope.items() if value is not None}
@@ -114,10 +121,10 @@ def _read_longrope(path: Path, content: dict[str, Any], max_seq_len: int | None)
     return {"rope_scaling": scaling, "context_length": context_length}
 
 
-def rope_fields(config: ModelConfig, states_fraction: bool) -> dict[str, Any]:
+def rope_fields(config: ModelConfig, stated: frozenset[str]) -> dict[str, Any]:
     """Return the rotary positions for transformers 5, ``rope_parameters``, and for 4, ``rope_scaling``.
 
-    ``states_fraction``: whether the architecture has partly rotated heads.
+    ``stated`` are the options that the architecture's files state.
     """
     fields: dict[str, Any] = {"rope_type": "default"}
     length = {"original_max_position_embeddings": config.context_length}
@@ -139,6 +146,10 @@ def rope_fields(config: ModelConfig, states_fraction: bool) -> dict[str, Any]:
     content: dict[str, Any] = {"rope_parameters": parameters} | ({"rope_scaling": fields} if scaling else {})
     if scaling and scaling.kind == "longrope":
         content |= length  # where Phi-3 has it
-    if states_fraction:
+    if "local_rope_theta" in stated:  # transformers 4 reads rope_local_base_freq
+        local = {"rope_type": "default", "rope_theta": config.local_rope_theta or config.rope_theta}
+        content["rope_parameters"] = {"full_attention": parameters, "sliding_attention": local}
+        content |= {"rope_theta": config.rope_theta, "rope_local_base_freq": local["rope_theta"]}
+    if "rotary_fraction" in stated:
         parameters["partial_rotary_factor"] = content["partial_rotary_factor"] = config.rotary_fraction
     return content

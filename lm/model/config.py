@@ -22,6 +22,13 @@ _NEWER_FIELDS: dict[str, Any] = {
     "rotary_fraction": 1.0,
     "global_interval": None,
     "global_rope": True,
+    "multipliers": None,
+    "qk_norm_per_head": True,
+    "moe.shared_gate": False,
+    "sliding_window": None,
+    "local_rope_theta": None,
+    "attention_softcap": 0.0,
+    "zero_centered_norm": False,
 }
 
 
@@ -41,7 +48,9 @@ class MoEConfig(Config, section="model.moe"):
     """Inner width of an expert. Default: d_ff / (top_k + num_shared_experts), so that a token costs the FLOPs of the
     dense network."""
     num_shared_experts: int = bounded_field(0, ge=0, le=4096)
-    """Experts that compute every token, without a gate, beside the routed ones."""
+    """Experts that compute every token beside the routed ones."""
+    shared_gate: bool = False
+    """Multiply the output of the shared experts by a learned gate for each token, a sigmoid, as Qwen2-MoE does."""
     affinity: Literal["softmax", "sigmoid"] = "softmax"
     """Score of an expert for a token, from the router's logits. The scores of the chosen experts are their gates."""
     normalized_gates: bool = True
@@ -64,6 +73,8 @@ class MoEConfig(Config, section="model.moe"):
         super().__post_init__()
         if self.top_k > self.num_experts:
             raise UserError(f"model.moe.top_k {self.top_k} must be at most num_experts {self.num_experts}.")
+        if self.shared_gate and not self.num_shared_experts:
+            raise UserError("model.moe.shared_gate is a gate of shared experts; set num_shared_experts to at least 1.")
         if self.top_k == 1 and self.normalized_gates:
             raise UserError(
                 "model.moe.top_k is 1, and a single gate divided by itself is always 1: the router would not learn. "
@@ -121,6 +132,23 @@ class RopeScaling(Config, section="model.rope_scaling"):
 
 
 @dataclass(frozen=True)
+class Multipliers(Config, section="model.multipliers"):
+    """Constant factors of a model's parts, as Granite and Gemma have them. With all at their defaults: a Llama.
+
+    Source: Yang et al. 2022 (maximal update parametrization).
+    """
+
+    embedding: float = bounded_field(1.0, gt=0, lt=math.inf)
+    """Factor of the embeddings."""
+    attention: float | None = bounded_field(None, gt=0, lt=math.inf)
+    """Factor of the products of queries and keys. Default: 1 / sqrt(head width)."""
+    residual: float = bounded_field(1.0, gt=0, lt=math.inf)
+    """Factor of the sum that each sublayer adds to the residual stream."""
+    logits_divisor: float = bounded_field(1.0, gt=0, lt=math.inf)
+    """The logits are divided by this."""
+
+
+@dataclass(frozen=True)
 class ModelConfig(Config, section="model"):
     """Architecture of the Transformer. The defaults are the TinyStories model of CS336 assignment 1."""
 
@@ -140,10 +168,12 @@ class ModelConfig(Config, section="model"):
     """Width of a head; with rope it must be even. Default: d_model / num_heads."""
     d_ff: int = bounded_field(1344, ge=1)
     """Inner width of the feed-forward network. Usually 8/3 · d_model for swiglu; multiples of 64 run fastest."""
-    feed_forward: Literal["swiglu", "silu", "relu2"] = "swiglu"
-    """swiglu has three matrices. silu and relu2 (squared ReLU) have two, usually with d_ff = 4 · d_model."""
-    norm_placement: Literal["pre", "post", "none"] = "pre"
-    """pre: RMSNorm before each sublayer and before the head. post: after each residual addition. none: no norms."""
+    feed_forward: Literal["swiglu", "geglu", "silu", "relu2"] = "swiglu"
+    """swiglu and geglu (GELU in its tanh form, as Gemma has it) have three matrices. silu and relu2 (squared ReLU) have
+    two, usually with d_ff = 4 · d_model. Experts cannot be geglu."""
+    norm_placement: Literal["pre", "post", "none", "output", "sandwich"] = "pre"
+    """pre: RMSNorm before each sublayer and before the head. post: after each residual addition. none: no norms.
+    output: of what a sublayer adds, as in OLMo 2, and before the head. sandwich: pre and output, as in Gemma 2."""
     qk_norm: bool = False
     """Apply RMSNorm to the queries and keys of each head. Keeps attention scores from growing during training."""
     qkv_bias: bool = False
@@ -168,15 +198,32 @@ class ModelConfig(Config, section="model"):
     """Part of the width of a head that is rotated: its first dimensions. The others have no positions."""
     global_interval: int | None = bounded_field(None, ge=2)
     """Every block whose number is a multiple of this is global, the others are local. Default: all are the same. What
-    differs: global_rope."""
+    differs: sliding_window, local_rope_theta, global_rope."""
     global_rope: bool = True
     """false: global blocks have no rotary positions, as in SmolLM3 (Yang et al. 2025: RNoPE)."""
+    sliding_window: int | None = bounded_field(None, ge=1)
+    """Number of tokens that a token of a local block attends to, itself included; without global_interval, of each
+    block. Default: all tokens before it. Source: Beltagy et al. 2020."""
+    local_rope_theta: float | None = bounded_field(None, gt=0, lt=math.inf)
+    """Base of the rotary frequencies of local blocks, which rope_scaling then leaves as they are. Default: local blocks
+    have the frequencies of the others."""
+    qk_norm_per_head: bool = True
+    """false: qk_norm normalizes the queries of all heads together, and the keys, as OLMo 2 does."""
+    zero_centered_norm: bool = False
+    """Each RMSNorm multiplies by 1 + weight, and weights start at 0, as in Gemma."""
+    attention_softcap: float = bounded_field(0.0, ge=0, lt=math.inf)
+    """Limit attention scores to ± this value, as logit_softcap limits logits. 0 turns the limit off. Slower: no fused
+    attention has it."""
+    multipliers: Multipliers | None = None
+    """Constant factors of the model's parts, as in Granite. Default: none."""
 
     def __post_init__(self) -> None:
         if isinstance(self.moe, dict):  # from JSON, e.g. of a checkpoint
             object.__setattr__(self, "moe", MoEConfig(**self.moe))
         if isinstance(self.rope_scaling, dict):
             object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
+        if isinstance(self.multipliers, dict):
+            object.__setattr__(self, "multipliers", Multipliers(**self.multipliers))
         super().__post_init__()
         is_rotary = self.position_encoding == "rope"
         if self.rope_scaling and not is_rotary:
@@ -198,13 +245,19 @@ class ModelConfig(Config, section="model"):
                 f"model.moe.num_dense_layers {self.moe.num_dense_layers} must be below model.num_layers "
                 f"{self.num_layers}; leave out model.moe for a dense model."
             )
+        if self.moe and self.feed_forward == "geglu":
+            raise UserError(
+                "model.feed_forward geglu is not supported in experts; choose swiglu, or leave out model.moe."
+            )
+        if not (self.qk_norm or self.qk_norm_per_head):
+            raise UserError("model.qk_norm_per_head false is a form of model.qk_norm, which is off; set it to true.")
         if self.moe and not self.moe.expert_width(self.d_ff):
             raise UserError(f"model.d_ff {self.d_ff} is too small to divide among experts; set model.moe.d_expert.")
 
     def _check_rotary(self, is_rotary: bool) -> None:
         """Raise UserError for options of rotary positions that do not fit together."""
-        if not is_rotary and (self.rotary_fraction != 1 or not self.global_rope):
-            name = "rotary_fraction" if self.rotary_fraction != 1 else "global_rope"
+        others = {"rotary_fraction": 1, "global_rope": True, "local_rope_theta": None}
+        for name in [name for name, default in others.items() if not is_rotary and getattr(self, name) != default]:
             raise UserError(f"model.{name} is about rotary positions; leave it out with model.position_encoding none.")
         if is_rotary and (self.rotary_dim < 2 or self.rotary_dim % 2):
             raise UserError(
@@ -222,10 +275,13 @@ class ModelConfig(Config, section="model"):
             raise UserError(
                 f"model.global_interval {self.global_interval} must be at most model.num_layers {self.num_layers}."
             )
-        if bool(self.global_interval) != self.has_local_blocks:
+        if (self.local_rope_theta or not self.global_rope) and not self.global_interval:
+            name = "local_rope_theta" if self.local_rope_theta else "global_rope"
+            raise UserError(f"model.{name} needs model.global_interval, which says which blocks are global.")
+        if self.global_interval and self.global_rope and not (self.local_rope_theta or self.sliding_window):
             raise UserError(
-                "model.global_interval says which blocks are global, and model.global_rope false what they lack; set "
-                "both or none."
+                "model.global_interval makes no difference alone; set model.sliding_window, local_rope_theta or "
+                "global_rope too, or leave it out."
             )
 
     @property
@@ -253,6 +309,11 @@ class ModelConfig(Config, section="model"):
         """Return whether the block of index ``layer`` is global."""
         return self.global_interval is not None and (layer + 1) % self.global_interval == 0
 
+    def window(self, layer: int) -> int | None:
+        """Return how many tokens a token of the block of index ``layer`` attends to; None if it attends to all."""
+        is_limited = self.sliding_window is not None and self.sliding_window < self.context_length
+        return self.sliding_window if is_limited and not self.is_global_layer(layer) else None
+
     def has_rope(self, layer: int) -> bool:
         """Return whether the block of index ``layer`` has rotary positions."""
         return self.position_encoding == "rope" and (self.global_rope or not self.is_global_layer(layer))
@@ -263,8 +324,8 @@ class ModelConfig(Config, section="model"):
 
     @property
     def feed_forward_matrices(self) -> int:
-        """Number of matrices of a feed-forward network: swiglu has a gate."""
-        return 3 if self.feed_forward == "swiglu" else 2
+        """Number of matrices of a feed-forward network: swiglu and geglu have a gate."""
+        return 3 if self.feed_forward in ("swiglu", "geglu") else 2
 
     @property
     def resolved_head_dim(self) -> int:
@@ -277,9 +338,9 @@ class ModelConfig(Config, section="model"):
         return int(self.resolved_head_dim * self.rotary_fraction)
 
     @property
-    def has_local_blocks(self) -> bool:
-        """Whether an option makes global blocks differ from the others."""
-        return not self.global_rope
+    def factors(self) -> Multipliers:
+        """``multipliers`` with their defaults filled in."""
+        return self.multipliers or Multipliers()
 
     @property
     def kv_heads(self) -> int:

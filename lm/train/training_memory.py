@@ -34,6 +34,7 @@ from lm.hardware.memory import machine_memory
 from lm.model.config import ModelConfig
 from lm.model.flops import parameter_count
 from lm.model.ops.cross_entropy import logit_chunk_bytes
+from lm.model.ops.windowed_attention import AttentionRule, count_scores
 from lm.train.config import TrainConfig
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,11 @@ def predict_training_memory(
     state = 2 * weights - (4 * hidden if config.optimizer == "muon" else 0)
     element = 2 if is_bfloat16 else 4
     tokens, layers = sequences * model_config.context_length, range(model_config.num_layers)
-    blocks = [tokens * _block_bytes_per_token(model_config, layer, is_bfloat16) for layer in layers]
+    blocks = [
+        tokens * _block_bytes_per_token(model_config, layer, is_bfloat16)
+        + _score_bytes(model_config, layer, sequences, is_bfloat16)
+        for layer in layers
+    ]
     all_stored = model_config.num_layers * tokens * 4 * model_config.d_model if has_checkpointing else sum(blocks)
     copies = 2 * hidden if is_bfloat16 else 0
     head = 4 * (model_config.vocab_size or 0) * model_config.d_model  # a gradient of the head
@@ -199,10 +204,20 @@ def _block_bytes_per_token(config: ModelConfig, layer: int, is_bfloat16: bool) -
     if is_bfloat16:
         # Autocast copies the input of each matrix; experts share a copy.
         copies = 3 + inputs * (dense_width > 0) + (routed > 0)
-        residual = 8 * d if config.norm_placement != "none" else 0
+        residual = {"none": 0, "sandwich": 12}.get(config.norm_placement, 8) * d
         return residual + element * (copies * d + q + heads + normalized + inner) + routing
-    residual_inputs = (4 if config.norm_placement != "none" else 2) * d
+    residual_inputs = {"none": 2, "sandwich": 6}.get(config.norm_placement, 4) * d
     return element * (residual_inputs + heads + q + normalized + inner) + routing
+
+
+def _score_bytes(config: ModelConfig, layer: int, sequences: int, is_bfloat16: bool) -> int:
+    """Return the bytes that attention with a window or a soft-cap saves in the block of index ``layer``: a mask and its
+    form in float32, and with a soft-cap the capped scores and the weights."""
+    rule = AttentionRule(config.window(layer), config.attention_softcap)
+    scores = count_scores(config.context_length, rule)
+    if not rule.softcap:
+        return 5 * scores
+    return scores * (1 + sequences * config.num_heads * (10 if is_bfloat16 else 8))
 
 
 def _gradient_bytes_per_token(config: ModelConfig, layer: int, element: int) -> int:

@@ -173,7 +173,7 @@ class TritonStep:
             raise ValueError(f"{len(ids_B)} rows are more than {self.max_rows}")
         eps, model = self._model.config.norm_eps, self._model
         layers: Any = model.layers
-        x_BD: Tensor = model.token_embeddings(ids_B)
+        x_BD = model.embed(ids_B)
         for layer, keys, values in zip(layers, self._cache.keys, self._cache.values, strict=True):
             attn, ffn = layer.attn, layer.ffn
             qkv = matmul(x_BD, attn.qkv, norm_weight=layer.ln1.weight, eps=eps, bias=attn.qkv_bias)

@@ -315,14 +315,6 @@ Q = "model.layers.1.self_attn.q_proj.weight"
             "low_freq_factor is missing; rope_type 'llama3' needs it",
         ),
         (changed_config(rope_parameters={"rope_type": "linear", "factor": "2"}), "factor is '2'"),
-        (
-            changed_config(model_type="mistral", sliding_window=63),
-            "sliding_window 63 is below the context of 64 tokens",
-        ),
-        (
-            changed_config(model_type="mistral", max_position_embeddings=4097),
-            "sliding_window 4,096 is below the context of 4,097 tokens",
-        ),
         (changed_config(model_type="qwen2", use_sliding_window=True), "use_sliding_window True is not supported"),
         (
             changed_config(model_type="qwen2"),

@@ -57,7 +57,10 @@ def reference_moe(x: Tensor, moe: MoE, weights: dict[str, Tensor], form: Form) -
     if moe.shared is not None:
         shared = weights["shared.w1.weight"][None], weights["shared.w2.weight"][None]
         gate = weights["shared.w3.weight"][None] if form == "swiglu" else None
-        out = out + functional.mix_experts(x, torch.ones_like(x[:, :1]), *shared, gate, activation)
+        gates = torch.ones_like(x[:, :1])
+        if moe.shared_gate is not None:
+            gates = 1 / (1 + torch.exp(-x @ weights["shared_gate.weight"].T))
+        out = out + functional.mix_experts(x, gates, *shared, gate, activation)
     return out
 
 

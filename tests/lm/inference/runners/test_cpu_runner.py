@@ -17,7 +17,7 @@ from lm.inference.runners.cpu_runner import CpuRunner
 from lm.inference.runners.runner import prepare_for_inference
 from lm.inference.runners.torch_runner import TorchRunner
 from lm.kernels.decode import fused_step
-from lm.model.config import ModelConfig, MoEConfig
+from lm.model.config import ModelConfig, MoEConfig, Multipliers
 from lm.model.transformer import TransformerLM
 from tests.helpers.examples import examples
 from tests.helpers.generating import make_model, random_cache
@@ -71,6 +71,10 @@ def check(model: TransformerLM, prepared: TransformerLM, rows: int, tolerance: f
             {"rotary_fraction": 0.67},  # with heads 2 wide, 1 dimension
             {"global_rope": False, "global_interval": 2, "num_layers": 2},
             {"global_rope": False, "global_interval": 2, "num_layers": 3},
+            {"sliding_window": 1},
+            {"sliding_window": 7, "global_interval": 2, "num_layers": 3, "local_rope_theta": 20.0},
+            {"sliding_window": 16, "zero_centered_norm": True},
+            {"sliding_window": 17, "multipliers": Multipliers(3.0, 0.3, 0.6, 4.0)},
             {},
         ]
     ),
