@@ -220,6 +220,24 @@ def test_a_missing_field_has_the_default_of_its_architecture(tmp_path: Path, mod
     assert replace(load_hugging_face(tmp_path).config, moe=expected.moe) == expected
 
 
+@pytest.mark.parametrize("name", _CASES)
+def test_gradients_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
+    """Of the embedding, which all layers reach; each parameter has one that is not 0."""
+    theirs = make_model(name, max_position_embeddings=48)
+    theirs.save_pretrained(tmp_path)
+    ours = load_hugging_face(tmp_path)
+    ids = torch.randint(300, (2, 48), generator=torch.Generator().manual_seed(2))
+    ours.loss(ids[:, :-1], ids[:, 1:]).backward()
+    logits = theirs(ids[:, :-1]).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+    expected = theirs.get_input_embeddings().weight.grad
+    found = ours.token_embeddings.weight.grad
+    assert found is not None
+    torch.testing.assert_close(found, expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
+    for key, parameter in ours.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, key
+
+
 @pytest.mark.parametrize(("name", "length"), [("Llama, dynamic", 400), ("Phi-4-mini, LongRoPE", 200)])
 def test_frequencies_of_longer_texts_are_those_of_the_context(tmp_path: Path, name: str, length: int) -> None:
     """transformers computes them for each text by its length; ours are those of a text as long as the context."""

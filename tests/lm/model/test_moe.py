@@ -91,6 +91,7 @@ def test_forward_and_backward_equal_a_loop_over_experts(
         top_k,
         d_expert=10,
         num_shared_experts=shared,
+        shared_gate=shared == 2,
         affinity=affinity,
         normalized_gates=normalized and top_k > 1,
         bias_update_rate=0.1 if has_bias else 0.0,

@@ -35,6 +35,12 @@ SLOW_CASES: list[dict[str, Any]] = [
         "has_checkpointing": True,
         "optimizer": "muon",
     },
+    {"model": {"norm_placement": "sandwich", "feed_forward": "geglu", "zero_centered_norm": True}},
+    {"model": {"norm_placement": "output", "qk_norm": True, "qk_norm_per_head": False}, "is_bfloat16": True},
+    {"model": {"sliding_window": 64, "context_length": 512}, "sequences": 1},
+    {"model": {"attention_softcap": 20.0}},
+    {"model": {"attention_softcap": 20.0, "sliding_window": 32}, "is_bfloat16": True},
+    {"model": {"multipliers": {"embedding": 2.0, "attention": 0.1, "residual": 0.5, "logits_divisor": 2.0}}},
     {"model": {"qk_norm": True}, "optimizer": "muon", "is_bfloat16": True, "has_checkpointing": True},
     {"model": {"d_model": 256, "d_ff": 704}, "vocab_size": 4096, "sequences": 4, "is_bfloat16": True},
 ]
