@@ -103,7 +103,8 @@ def fuse_peft(model: TransformerLM, directory: Path) -> TransformerLM:
     tensors = read_safetensors(directory / WEIGHTS_FILE)
     check_weights_are_finite(tensors, str(directory))
     ours = {name: weight for name, weight in model.named_parameters() if name.endswith(".weight") and weight.ndim == 2}
-    by_name = {_PREFIX + translate_name(name, _names(model.config)).removesuffix(".weight"): name for name in ours}
+    names = _names(model.config, base_of_peft(directory))
+    by_name = {_PREFIX + translate_name(name, names).removesuffix(".weight"): name for name in ours}
     is_rotary = find_rotary(model)
     matrices: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -225,7 +226,7 @@ def save_peft(adapter: StoredAdapter, directory: Path, base: Path, base_digest: 
     that format cannot express the model, or if a file cannot be written.
     """
     config, model = adapter.config, TransformerLM(adapter.config, device="meta")
-    names, is_rotary = _names(config), find_rotary(model)
+    names, is_rotary = _names(config, base), find_rotary(model)
     tensors, ranks, scales = {}, {}, {}
     for name, (a, b, scale) in adapter.layers.items():
         theirs = translate_name(name, names)
@@ -256,11 +257,15 @@ def save_peft(adapter: StoredAdapter, directory: Path, base: Path, base_digest: 
         (directory / CONFIG_FILE).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
-def _names(config: ModelConfig) -> dict[str, str]:
-    architecture = ARCHITECTURES[choose_architecture(config)]
+def _names(config: ModelConfig, base: Path) -> dict[str, str]:
+    """Return the names of modules, ours → those in the files of ``base``. Raises UserError if some are fused there."""
+    path = base / "config.json"
+    model_type = read_json_object(path).get("model_type") if path.exists() else None
+    architecture = ARCHITECTURES[model_type if model_type in ARCHITECTURES else choose_architecture(config)]
     if architecture.fused:
         raise UserError(
-            f"{architecture.label} holds several matrices as one, so its adapters of single matrices have no place in "
-            "peft's files; export the model with its adapter fused (--fuse_adapter)."
+            f"{base}: {architecture.label} holds several matrices as one, and adapters in peft's format are not "
+            "supported for it. Export the model with its adapter fused (--fuse_adapter); to load an adapter, merge it "
+            "into its base (in peft: merge_and_unload, then save_pretrained)."
         )
     return architecture.module_names
