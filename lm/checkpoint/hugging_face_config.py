@@ -71,6 +71,8 @@ def read_config(path: Path, content: dict[str, Any], max_seq_len: int | None) ->
     config = read_model_config(path, content, _FIELDS, **options)
     if config.head_dim == config.d_model / config.num_heads:
         config = replace(config, head_dim=None)
+    if config.sliding_window and config.sliding_window >= config.context_length and not architecture.global_interval:
+        config = replace(config, sliding_window=None)  # a Llama, which more formats and kernels have
     return config, model_type
 
 

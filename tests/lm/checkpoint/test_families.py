@@ -250,6 +250,12 @@ def test_frequencies_of_longer_texts_are_those_of_the_context(tmp_path: Path, na
         assert not torch.allclose(short(ids), ours(ids), atol=1e-2)
 
 
+def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
+    make_model("Mistral with a window").save_pretrained(tmp_path)
+    assert load_hugging_face(tmp_path).config.sliding_window is None
+    assert load_hugging_face(tmp_path, 257).config.sliding_window == 256
+
+
 def test_the_fields_of_transformers_4_are_read(tmp_path: Path) -> None:
     """It wrote rope_scaling and rope_theta, not rope_parameters."""
     theirs = make_model("Llama 3.1")
