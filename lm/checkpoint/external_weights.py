@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -164,22 +163,30 @@ def check_is_expressible(config: ModelConfig, expressible: Collection[str], read
 
     The defaults describe a Llama, so options that are added later are refused without being listed.
     """
-    defaults = type(config)()
-    for option in (field.name for field in fields(config) if field.name not in expressible):
-        value, default = getattr(config, option), getattr(defaults, option)
-        if value != default:
-            raise UserError(
-                f"model.{option} {value!r} cannot be exported: {reader} supports only {default!r}; train a model with "
-                "that."
-            )
+    for option in config.unusual_options(expressible):
+        default = getattr(type(config)(), option)
+        raise UserError(
+            f"model.{option} {getattr(config, option)!r} cannot be exported: {reader} supports only {default!r}; train "
+            "a model with that."
+        )
 
 
-def reorder_rotary_rows(weight: Tensor, rows: int, columns: int) -> Tensor:
-    """Transpose the rows of each head, seen as a grid (rows, columns), to (columns, rows).
+def pair_rotary_rows(weight: Tensor, config: ModelConfig) -> Tensor:
+    """Reorder the rotated rows of each head from Hugging Face's pairs, (i, i + half), to adjacent ones."""
+    return _reorder_rotary_rows(weight, config, 2, config.rotary_dim // 2)
 
-    (2, K/2) turns Hugging Face's order, pairs (i, i + K/2), into adjacent pairs; (K/2, 2) reverses that.
-    """
-    return weight.unflatten(0, (-1, rows, columns)).transpose(1, 2).flatten(0, 2)
+
+def unpair_rotary_rows(weight: Tensor, config: ModelConfig) -> Tensor:
+    """Undo :func:`pair_rotary_rows`."""
+    return _reorder_rotary_rows(weight, config, config.rotary_dim // 2, 2)
+
+
+def _reorder_rotary_rows(weight: Tensor, config: ModelConfig, rows: int, columns: int) -> Tensor:
+    """Transpose the rotated rows of each head, seen as a grid (rows, columns), to (columns, rows)."""
+    heads = weight.unflatten(0, (-1, config.resolved_head_dim))
+    rotated, rest = heads[:, : config.rotary_dim], heads[:, config.rotary_dim :]
+    rotated = rotated.unflatten(1, (rows, columns)).transpose(1, 2).flatten(1, 2)
+    return torch.cat((rotated, rest), 1).flatten(0, 1)
 
 
 def refuse_other_formats(directory: Path) -> None:
@@ -204,7 +211,7 @@ def use_plain_names(tensors: dict[str, Tensor], directory: Path) -> dict[str, Te
     # Of torch.compile, DDP, FSDP and activation checkpointing; around the model, or around a part of it.
     wrappers = re.compile(r"\b(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
     names = {name: wrappers.sub("", name) for name in tensors}
-    anchor = re.compile(r"((?:.*\.)?)layers\.0\.input_layernorm\.weight")  # what precedes it is the prefix
+    anchor = re.compile(r"((?:.*\.)?)layers\.0\.post_attention_layernorm\.weight")  # what precedes it is the prefix
     prefixes = {match[1] for name in names.values() if (match := anchor.fullmatch(name))}
     if len(prefixes) == 1:
         prefix = prefixes.pop()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from lm.checkpoint.external_weights import check_is_expressible, reorder_rotary_rows, translate_name
+from lm.checkpoint.external_weights import check_is_expressible, translate_name, unpair_rotary_rows
 from lm.checkpoint.gguf_reader import ADJACENT_PAIRS, GGUF_FIELDS, GGUF_NAMES, ROTARY_DIVISORS
 from lm.checkpoint.gguf_tokenizer import add_tokenizer_metadata, check_tokenizer
 from lm.checkpoint.hugging_face import find_rotary
@@ -86,7 +86,7 @@ def save_gguf(model: TransformerLM, tokenizer: Tokenizer, path: Path, weight_typ
             writer.write_ti_data_to_file()
             for _, weight, tensor_type, is_reordered in tensors:
                 if is_reordered:
-                    weight = reorder_rotary_rows(weight, config.resolved_head_dim // 2, 2)
+                    weight = unpair_rotary_rows(weight, config)
                 writer.write_tensor_data(quantize(weight.cpu().float().contiguous().numpy(), tensor_type))
             writer.close()
             sync_path(temporary)

@@ -12,9 +12,9 @@ from lm.checkpoint.external_weights import (
     FieldTable,
     assemble_model,
     check_fixed_fields,
+    pair_rotary_rows,
     read_field,
     read_model_config,
-    reorder_rotary_rows,
 )
 from lm.checkpoint.gguf_file import GGUFFile
 from lm.checkpoint.gguf_tokenizer import parse_tokenizer
@@ -81,7 +81,7 @@ def load_gguf(
         is_rotary = find_rotary(model)
         for name, parameter in model.named_parameters():
             if is_rotary[name]:
-                parameter.data = reorder_rotary_rows(parameter.data, 2, config.resolved_head_dim // 2)
+                parameter.data = pair_rotary_rows(parameter.data, config)
     return model
 
 

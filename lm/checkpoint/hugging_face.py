@@ -1,36 +1,26 @@
-"""Load and save models in Hugging Face's files: a Llama or a relative, see :mod:`lm.checkpoint.hugging_face_config`.
-
-Their files have each matrix of an expert as a tensor of its own; the model stacks them.
-"""
+"""Load and save models in Hugging Face's files: a Llama or a relative, see
+:mod:`lm.checkpoint.hugging_face_architectures`."""
 
 import json
-import re
-from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 
 from lm.checkpoint.external_weights import (
     assemble_model,
+    pair_rotary_rows,
     read_json_object,
     refuse_missing_head,
     refuse_quantized,
-    reorder_rotary_rows,
     translate_name,
+    unpair_rotary_rows,
     use_plain_names,
 )
+from lm.checkpoint.hugging_face_architectures import ARCHITECTURES, choose_architecture
 from lm.checkpoint.hugging_face_chat import chat_fields
-from lm.checkpoint.hugging_face_config import (
-    ARCHITECTURES,
-    BIAS_NAME,
-    Experts,
-    choose_architecture,
-    config_fields,
-    read_config,
-)
+from lm.checkpoint.hugging_face_config import config_fields, read_config
+from lm.checkpoint.hugging_face_tensors import from_own_tensors, to_own_tensors
 from lm.checkpoint.hugging_face_weights import DequantizedWeights, read_weights
 from lm.checkpoint.safe_load import save_safetensors
 from lm.common.errors import UserError, translate_write_errors
@@ -38,18 +28,6 @@ from lm.files.atomic_dir import atomic_directory, fill_directory
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.tokenizer import Tokenizer
 
-MODULE_NAMES = {  # ours → Hugging Face's
-    "layers": "model.layers",
-    "token_embeddings": "model.embed_tokens",
-    "attn.output_proj": "self_attn.o_proj",
-    "attn": "self_attn",
-    "ffn.w1": "mlp.gate_proj",
-    "ffn.w2": "mlp.down_proj",
-    "ffn.w3": "mlp.up_proj",
-    "ln1": "input_layernorm",
-    "ln2": "post_attention_layernorm",
-    "ln_final": "model.norm",
-}
 _MODEL_CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
@@ -100,15 +78,13 @@ def load_hugging_face(
         head = tensors.pop("lm_head.weight")
         if not head.equal(tensors.setdefault("model.embed_tokens.weight", head)):
             raise UserError(f"{path} ties the embeddings, but the weights have two; set tie_word_embeddings to false.")
-    experts = ARCHITECTURES[model_type].experts
-    weights: Mapping[str, Tensor] = DequantizedWeights(tensors, content, directory)
-    if experts:
-        weights = _join_experts(weights, experts, directory)
-    model = assemble_model(config, [weights], module_names(experts), directory, device, dtype)
+    architecture = ARCHITECTURES[model_type]
+    weights = to_own_tensors(DequantizedWeights(tensors, content, directory), architecture, config, directory)
+    model = assemble_model(config, [weights], architecture.module_names, directory, device, dtype)
     is_rotary = find_rotary(model)
     for name, parameter in model.named_parameters():
         if is_rotary[name]:
-            parameter.data = reorder_rotary_rows(parameter.data, 2, config.resolved_head_dim // 2)
+            parameter.data = pair_rotary_rows(parameter.data, config)
     return model
 
 
@@ -128,7 +104,7 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
             raise UserError(f"{directory} already exists; name a new or an empty directory.")
     config = model.config
     model_type = choose_architecture(config)
-    experts, class_name = ARCHITECTURES[model_type].experts, ARCHITECTURES[model_type].class_name
+    architecture = ARCHITECTURES[model_type]
     if tokenizer.size > (config.vocab_size or 0):
         raise UserError(
             f"The tokenizer has {tokenizer.size:,} ids, the model {config.vocab_size:,}; they do not belong together."
@@ -136,10 +112,9 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
     is_rotary, weights = find_rotary(model), {}
     for name, weight in model.state_dict().items():
         if is_rotary.get(name):
-            weight = reorder_rotary_rows(weight, config.resolved_head_dim // 2, 2)
-        weights[translate_name(name, module_names(experts))] = weight.cpu().contiguous()
-    if experts:
-        weights = _split_experts(weights, experts)
+            weight = unpair_rotary_rows(weight, config)
+        weights[translate_name(name, architecture.module_names)] = weight.cpu().contiguous()
+    weights = from_own_tensors(weights, architecture)
     tokenizer_fields, generation_fields = chat_fields(tokenizer)
     contents = {
         "config.json": {
@@ -158,7 +133,7 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
     card = _MODEL_CARD.format(
         name=directory.name,
         literal=json.dumps(directory.name, ensure_ascii=False),
-        class_name=class_name,
+        class_name=architecture.class_name,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         context=config.context_length,
         ids=tokenizer.size,
@@ -173,50 +148,8 @@ def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Pat
             (temporary / name).write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
 
 
-def module_names(experts: Experts | None) -> dict[str, str]:
-    """Return the names of modules, ours → Hugging Face's, of an architecture with these experts."""
-    return (experts.module_names if experts else {}) | MODULE_NAMES
-
-
 def find_rotary(model: TransformerLM) -> dict[str, bool]:
     """Return for each parameter whether its rows are in the order of the rotary pairs."""
     roles = model.parameter_roles()
     others = ("q_norm.weight", "k_norm.weight", "q_proj.bias", "k_proj.bias")
     return {name: role == "query_key" or name.endswith(others) for name, role in roles.items()}
-
-
-def _split_experts(weights: dict[str, Tensor], experts: Experts) -> dict[str, Tensor]:
-    """Return ``weights``, named as in the files except for stacks of experts, with a tensor for each expert's matrix.
-
-    Contiguous copies: safetensors stores no views. Sigmoid affinities get a bias of zeros if the model has none.
-    """
-    split: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
-        prefix, _, matrix = name.rpartition(".experts.")
-        if prefix:
-            for expert, part in enumerate(tensor):
-                split[f"{prefix}.experts.{expert}.{experts.matrix_names[matrix]}.weight"] = part.clone()
-        else:
-            split[name] = tensor
-        if experts.affinity == "sigmoid" and name.endswith(f"{experts.block}.gate.weight"):
-            split.setdefault(f"{name.removesuffix('weight')}{BIAS_NAME}", torch.zeros(len(tensor)))
-    return split
-
-
-def _join_experts(weights: Mapping[str, Tensor], experts: Experts, directory: Path) -> dict[str, Tensor]:
-    """Stack the matrices of experts: the reverse of :func:`_split_experts`. Raises UserError if one is missing."""
-    ours_of = {theirs: ours for ours, theirs in experts.matrix_names.items()}
-    pattern = re.compile(rf"(.*\.experts)\.([0-9]{{1,6}})\.({'|'.join(ours_of)})\.weight")
-    stacks: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
-    joined: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
-        if match := pattern.fullmatch(name):
-            stacks[f"{match[1]}.{ours_of[match[3]]}"][int(match[2])] = tensor
-        else:
-            joined[name] = tensor
-    for name, parts in stacks.items():
-        shapes = {part.shape for part in parts.values()}
-        if sorted(parts) != [*range(len(parts))] or len(shapes) > 1:
-            raise UserError(f"{directory}: the experts of {name} are not complete, or their shapes differ.")
-        joined[name] = torch.stack([parts[expert] for expert in range(len(parts))])
-    return joined

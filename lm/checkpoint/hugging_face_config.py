@@ -1,121 +1,16 @@
-"""The ``config.json`` of Hugging Face's Llama and its relatives, as a model's configuration and back.
+"""The ``config.json`` of Hugging Face's models as a model's configuration and back."""
 
-The relatives: Mistral, a Llama with a sliding window; Qwen2, a Llama with biases; Qwen3, a Llama with QK-norm; and
-mixtures of experts: Mixtral, Qwen3-MoE (with QK-norm) and GLM-4-MoE (sigmoid affinities).
-"""
-
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-from lm.checkpoint.external_weights import (
-    FieldTable,
-    check_fixed_fields,
-    check_is_expressible,
-    read_field,
-    read_model_config,
-)
+from lm.checkpoint.external_weights import FieldTable, check_fixed_fields, read_field, read_model_config
+from lm.checkpoint.hugging_face_architectures import ARCHITECTURES, Architecture, Experts
+from lm.checkpoint.hugging_face_rope import flatten_rope, read_rope, rope_fields
 from lm.common.errors import UserError
 from lm.files.json import read_json
-from lm.model.config import ModelConfig, MoEConfig, RopeScaling
-
-BIAS_NAME = "e_score_correction_bias"
-"""Name of the bias of a router whose affinities are sigmoids."""
-
-
-class Experts(NamedTuple):
-    """A mixture of experts in the files of an architecture."""
-
-    affinity: Literal["softmax", "sigmoid"]
-    block: str
-    """Name of the module of the experts."""
-    matrix_names: dict[str, str]
-    """Matrix of an expert, ours → theirs."""
-    fields: dict[str, str]
-    """Field of ``config.json`` → field of MoEConfig, a whole number."""
-    fixed_fields: dict[str, Any]
-
-    @property
-    def module_names(self) -> dict[str, str]:
-        """Names of modules and buffers, ours → theirs."""
-        return {
-            "ffn.router": f"{self.block}.gate",
-            "ffn.expert_bias": f"{self.block}.gate.{BIAS_NAME}",
-            "ffn.experts": f"{self.block}.experts",
-            "ffn.shared.w1": f"{self.block}.shared_experts.gate_proj",
-            "ffn.shared.w2": f"{self.block}.shared_experts.down_proj",
-            "ffn.shared.w3": f"{self.block}.shared_experts.up_proj",
-        }
-
-
-class Architecture(NamedTuple):
-    """What differs from a Llama in the files of an architecture."""
-
-    class_name: str
-    fixed_fields: dict[str, Any]
-    """Fields of which only this value is supported. Qwen2 has no such field for its biases."""
-    defaults: dict[str, float]
-    """Of transformers, where they differ from those of the table of fields."""
-    experts: Experts | None = None
-
-
-_PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", {"mlp_bias": False}, {}),
-    "mistral": Architecture("MistralForCausalLM", {}, {"num_key_value_heads": 8, "max_position_embeddings": 131072}),
-    "qwen2": Architecture(
-        "Qwen2ForCausalLM",
-        {"use_sliding_window": False},
-        {"num_key_value_heads": 32, "max_position_embeddings": 32768},
-    ),
-    "qwen3": Architecture(
-        "Qwen3ForCausalLM",
-        {"use_sliding_window": False},
-        {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
-    ),
-    "mixtral": Architecture(
-        "MixtralForCausalLM",
-        {},
-        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
-        Experts(
-            "softmax",
-            "block_sparse_moe",
-            {"w1": "w1", "w2": "w2", "w3": "w3"},
-            {"num_local_experts": "num_experts", "num_experts_per_tok": "top_k", "intermediate_size": "d_expert"},
-            {"sliding_window": None},
-        ),
-    ),
-    "qwen3_moe": Architecture(
-        "Qwen3MoeForCausalLM",
-        {},
-        {"num_key_value_heads": 4, "max_position_embeddings": 32768},
-        Experts(
-            "softmax",
-            "mlp",
-            _PROJECTIONS,
-            {"num_experts": "num_experts", "num_experts_per_tok": "top_k", "moe_intermediate_size": "d_expert"},
-            {"use_sliding_window": False, "decoder_sparse_step": 1},
-        ),
-    ),
-    "glm4_moe": Architecture(
-        "Glm4MoeForCausalLM",
-        {},
-        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
-        Experts(
-            "sigmoid",
-            "mlp",
-            _PROJECTIONS,
-            {
-                "n_routed_experts": "num_experts",
-                "num_experts_per_tok": "top_k",
-                "moe_intermediate_size": "d_expert",
-                "n_shared_experts": "num_shared_experts",
-            },
-            {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1},
-        ),
-    ),
-}
-"""By ``model_type``."""
+from lm.model.config import ModelConfig, MoEConfig, Multipliers
 
 _FIELDS: FieldTable = {
     "hidden_size": ("d_model", None),
@@ -130,19 +25,17 @@ _FIELDS: FieldTable = {
     "tie_word_embeddings": ("tied_embeddings", False),
 }
 _FIXED_FIELDS = {"hidden_act": "silu", "attention_bias": False}
-EXPRESSIBLE_OPTIONS = {
-    *(ours for ours, _ in _FIELDS.values()),
-    *("head_dim", "qk_norm", "qkv_bias", "moe", "rope_scaling"),
-    "zero_init_residual",  # decides the initial weights only
+_MULTIPLIERS = {  # ours → Granite's
+    "embedding": "embedding_multiplier",
+    "attention": "attention_multiplier",
+    "residual": "residual_multiplier",
+    "logits_divisor": "logits_scaling",
 }
-_ROPE_FIELDS = {  # Hugging Face's → ours, by kind
-    "linear": {"factor": "factor"},
-    "llama3": {
-        "factor": "factor",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        "original_max_position_embeddings": "original_context_length",
-    },
+_SOFTCAPS = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
+_STATED_FIELDS: dict[str, tuple[str, Any]] = {  # ours → (Hugging Face's, default), of some architectures
+    "rotary_fraction": ("partial_rotary_factor", 1.0),
+    "qk_norm": ("use_qk_norm", False),
+    "qkv_bias": ("attention_bias", False),
 }
 
 
@@ -156,60 +49,113 @@ def read_config(path: Path, content: dict[str, Any], max_seq_len: int | None) ->
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise UserError(f"{path}: model_type {model_type!r} is not supported; use a {' or a '.join(ARCHITECTURES)}.")
     architecture = ARCHITECTURES[model_type]
-    for name in ("rope_parameters", "rope_scaling"):  # of transformers 5 and 4; their fields move beside the others
-        rope = content.get(name, {})
-        if not isinstance(rope, dict):
-            raise UserError(f"{path}: {name} is {rope!r}; it must be an object or null.")
-        content = content | rope
-    fixed_fields = _FIXED_FIELDS | architecture.fixed_fields | {"partial_rotary_factor": 1}
-    if model_type == "glm4_moe":
+    content = flatten_rope(path, content)
+    fixed_fields = _FIXED_FIELDS | architecture.fixed_fields
+    if "rotary_fraction" not in architecture.stated:
+        fixed_fields["partial_rotary_factor"] = 1
+    if "qkv_bias" in architecture.stated:
         del fixed_fields["attention_bias"]
     check_fixed_fields(path, content, fixed_fields)
-    options: dict[str, Any] = {} if max_seq_len is None else {"context_length": max_seq_len}
-    options["rope_scaling"] = _read_rope_scaling(path, content)
-    has_biases = model_type == "glm4_moe" and read_field(path, content, "attention_bias", False)
-    options["qkv_bias"] = model_type == "qwen2" or has_biases
-    options["qk_norm"] = model_type in ("qwen3", "qwen3_moe") or content.get("use_qk_norm", False)
-    if architecture.experts:
-        options["moe"] = _read_moe_config(path, content, model_type, architecture.experts)
     # Llama has as many key-value heads as heads.
     content = {"num_key_value_heads": content.get("num_attention_heads")} | architecture.defaults | content
+    if "sliding_window" in architecture.defaults:  # null is no window, and no soft-cap
+        stated = read_json(path)
+        content = {name: value for name, value in content.items() if stated.get(name, value) is not None}
+    options: dict[str, Any] = {} if max_seq_len is None else {"context_length": max_seq_len}
+    options |= read_rope(path, content, max_seq_len) | architecture.options
+    options |= _read_stated_options(path, content, architecture)
+    if architecture.experts:
+        options["moe"] = _read_moe_config(path, content, model_type, architecture.experts)
     if content.get("head_dim") is not None:
         options["head_dim"] = read_field(path, content, "head_dim", 1)
     config = read_model_config(path, content, _FIELDS, **options)
     if config.head_dim == config.d_model / config.num_heads:
         config = replace(config, head_dim=None)
-    if model_type == "mistral":
-        _check_window(path, config.context_length)
+    if config.sliding_window and config.sliding_window >= config.context_length and not architecture.global_interval:
+        config = replace(config, sliding_window=None)  # a Llama, which more formats and kernels have
     return config, model_type
 
 
-def _check_window(path: Path, context_length: int) -> None:
-    """Raise UserError if a Mistral attends to fewer tokens than its context has: the model attends to all."""
-    content = {"sliding_window": 4096} | read_json(path)  # transformers' default; null means no window
-    if content["sliding_window"] is not None and read_field(path, content, "sliding_window", None) < context_length:
-        raise UserError(
-            f"{path}: sliding_window {content['sliding_window']:,} is below the context of {context_length:,} tokens, "
-            "and such attention is not supported; lower max_position_embeddings to the window."
-        )
+def _read_stated_options(path: Path, content: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
+    """Return the options of ``architecture.stated``. Raises UserError for a bad field."""
+    options: dict[str, Any] = {}
+    for option, (name, default) in _STATED_FIELDS.items():
+        if option in architecture.stated:
+            options[option] = read_field(path, content, name, default)
+    if "global_rope" in architecture.stated:
+        options |= _read_rope_layers(path, content)
+    if "sliding_window" in architecture.stated:
+        options |= _read_windows(path, content, architecture)
+    if "multipliers" in architecture.stated:
+        options["multipliers"] = _read_multipliers(path, content, architecture)
+    for option, name in _SOFTCAPS.items():
+        if option in architecture.stated:
+            options[option] = read_field(path, content, name, 0.0)
+    return options
 
 
-def _read_rope_scaling(path: Path, content: dict[str, Any]) -> RopeScaling | None:
-    """Return the scaling of rotary positions, None if there is none. Raises UserError for another kind, and for a
-    missing or a bad field."""
-    name = "rope_type" if "rope_type" in content else "type"  # its older name
-    kind = content.get(name, "default")
-    if kind == "default":
-        return None
-    if kind not in ("linear", "llama3"):
-        kinds = " or ".join(("default", *_ROPE_FIELDS))
-        raise UserError(f"{path}: {name} {kind!r} is not supported; use a model whose {name} is {kinds}.")
-    if missing := [theirs for theirs in _ROPE_FIELDS[kind] if theirs not in content]:
-        raise UserError(f"{path}: {missing[0]} is missing; {name} {kind!r} needs it.")
+def _read_windows(path: Path, content: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
+    """Return the options that say which blocks attend to how many tokens."""
+    if "sliding_window" not in content:
+        return {}
+    window = read_field(path, content, "sliding_window", None)
+    num_layers, interval = read_field(path, content, "num_hidden_layers", None), architecture.global_interval
+    types = content.get("layer_types")
+    if interval is None:
+        return {"sliding_window": window}
+    if types is None:
+        interval = read_field(path, content, "sliding_window_pattern", interval)
+        is_global = [(layer + 1) % interval == 0 for layer in range(num_layers)]
+        types = ["full_attention" if flag else "sliding_attention" for flag in is_global]
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise UserError(f"{path}: layer_types is {types!r}; it must be a list with the type of each layer.")
+    if unknown := [name for name in types if name not in ("full_attention", "sliding_attention")]:
+        raise UserError(f"{path}: layer_types has {unknown[0]!r}; full_attention and sliding_attention are supported.")
+    interval = _find_interval(path, "layer_types", [name == "full_attention" for name in types])
+    options = {"sliding_window": window, "global_interval": interval}
+    if "local_rope_theta" in architecture.stated:
+        theta = read_field(path, content, "rope_local_base_freq", 10000.0)
+        options |= {"local_rope_theta": theta} if interval else {"rope_theta": theta, "rope_scaling": None}
+    return options
+
+
+def _read_multipliers(path: Path, content: dict[str, Any], architecture: Architecture) -> Multipliers | None:
+    """Return the constant factors of a Granite or a Gemma, None if all are those of a Llama."""
+    if architecture.global_interval:
+        scale = read_field(path, content, "query_pre_attn_scalar", None)
+        return Multipliers(embedding=read_field(path, content, "hidden_size", None) ** 0.5, attention=scale**-0.5)
+    values = {ours: float(read_field(path, content, theirs, 1.0)) for ours, theirs in _MULTIPLIERS.items()}
     try:
-        return RopeScaling(kind, **{ours: content[theirs] for theirs, ours in _ROPE_FIELDS[kind].items()})
+        return Multipliers(**values)
     except UserError as error:
-        raise UserError(f"{path}: {name} {kind!r} has an unsupported field: {error}") from None
+        raise UserError(f"{path} describes an unsupported model: {error}") from None
+
+
+def _read_rope_layers(path: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that say which blocks have no rotary positions."""
+    interval = read_field(path, content, "no_rope_layer_interval", 4)
+    num_layers = read_field(path, content, "num_hidden_layers", None)
+    has_rope = content.get("no_rope_layers")  # 1 for a block that has
+    if has_rope is None:
+        has_rope = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    if not isinstance(has_rope, list) or len(has_rope) < num_layers:
+        raise UserError(f"{path}: no_rope_layers is {has_rope!r}; it must be a list with a number for each layer.")
+    interval = _find_interval(path, "no_rope_layers", [not flag for flag in has_rope[:num_layers]])
+    return {"global_interval": interval, "global_rope": interval is None}
+
+
+def _find_interval(path: Path, name: str, is_global: Sequence[bool]) -> int | None:
+    """Return n if every n-th block is global, None if no block is. Raises UserError for another choice of blocks."""
+    if True not in is_global:
+        return None
+    interval = is_global.index(True) + 1
+    if interval == 1 or any(flag != ((layer + 1) % interval == 0) for layer, flag in enumerate(is_global)):
+        marked = [layer for layer, flag in enumerate(is_global) if flag]
+        raise UserError(
+            f"{path}: {name} marks the layers {marked}, counted from 0; only every n-th layer, with n at least 2, is "
+            "supported."
+        )
+    return interval
 
 
 def _read_moe_config(path: Path, content: dict[str, Any], model_type: str, experts: Experts) -> MoEConfig:
@@ -221,17 +167,23 @@ def _read_moe_config(path: Path, content: dict[str, Any], model_type: str, exper
     options = {ours: read_field(path, content, name, None) for ours, name in names.items()}
     if model_type != "mixtral":
         options["normalized_gates"] = read_field(path, content, "norm_topk_prob", model_type == "glm4_moe")
-    if model_type == "qwen3_moe":
+    if model_type in ("qwen3_moe", "qwen2_moe"):
         dense = content.get("mlp_only_layers", [])
         if not isinstance(dense, list) or dense != [*range(len(dense))]:
             raise UserError(f"{path}: mlp_only_layers {dense!r} is not supported; only the first layers can be dense.")
         options["num_dense_layers"] = len(dense)
+    if model_type == "qwen2_moe":
+        width = read_field(path, content, "shared_expert_intermediate_size", 5632)
+        if width % options["d_expert"]:
+            raise UserError(
+                f"{path}: shared_expert_intermediate_size {width} is no multiple of moe_intermediate_size "
+                f"{options['d_expert']}, and a shared expert of another width is not supported."
+            )
+        options |= {"num_shared_experts": width // options["d_expert"], "shared_gate": True}
     if model_type == "glm4_moe":
         is_all_experts = content.get("first_k_dense_replace") == 0
         options["num_dense_layers"] = 0 if is_all_experts else read_field(path, content, "first_k_dense_replace", 1)
         options |= {"aux_loss_weight": 0.0, "bias_update_rate": 1e-3}  # the usual rate: files do not state it
-        if content.get("partial_rotary_factor", 0.5) != 1:
-            raise UserError(f"{path}: partial_rotary_factor must be 1; partly rotated heads are not supported.")
     else:
         options["aux_loss_weight"] = read_field(path, content, "router_aux_loss_coef", 0.001)
     try:
@@ -253,48 +205,6 @@ def _aux_loss_scale(num_layers: int, moe: MoEConfig) -> float:
     return moe.top_k / (num_layers - moe.num_dense_layers)
 
 
-def choose_architecture(config: ModelConfig) -> str:
-    """Return the ``model_type`` that expresses ``config``. Raises UserError if none has its options together."""
-    check_is_expressible(config, EXPRESSIBLE_OPTIONS, "Hugging Face's Llama")
-    if config.moe is not None:
-        model_type = _choose_experts(config.moe, config.qk_norm)
-    else:
-        model_type = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
-    if config.qkv_bias and model_type not in ("qwen2", "glm4_moe"):
-        other = "qk_norm" if config.qk_norm else "moe"
-        raise UserError(
-            f"model.qkv_bias cannot be exported with model.{other}: of Hugging Face's architectures, only Qwen2 and "
-            "GLM-4-MoE have biases of queries, keys and values alone; train a model without one of the two options."
-        )
-    return model_type
-
-
-def _choose_experts(moe: MoEConfig, qk_norm: bool) -> str:
-    """Return the ``model_type`` that expresses a mixture of experts.
-
-    Raises UserError with the name of the first option that the closest architecture lacks.
-    """
-    if moe.affinity == "sigmoid":
-        model_type, label = "glm4_moe", "GLM-4-MoE"
-        lacks = {"num_shared_experts": (moe.num_shared_experts == 0, "at least 1")}
-    else:
-        model_type, label = ("qwen3_moe", "Qwen3-MoE") if qk_norm else ("mixtral", "Mixtral")
-        lacks = {
-            "num_shared_experts": (moe.num_shared_experts > 0, "0"),
-            "bias_update_rate": (moe.bias_update_rate > 0, "0, no bias"),
-        }
-        if not qk_norm:
-            lacks["normalized_gates"] = (not moe.normalized_gates, "True, or with model.qk_norm any")
-            lacks["num_dense_layers"] = (moe.num_dense_layers > 0, "0, or with model.qk_norm any")
-    for name, (is_lacking, supported) in lacks.items():
-        if is_lacking:
-            raise UserError(
-                f"model.moe.{name} {getattr(moe, name)!r} cannot be exported: Hugging Face's {label}, for "
-                f"{moe.affinity} affinities, supports only {supported}; train such a model."
-            )
-    return model_type
-
-
 def config_fields(config: ModelConfig, model_type: str) -> dict[str, Any]:
     """Return the fields of ``config.json`` that describe ``config``: the reverse of :func:`read_config`."""
     architecture = ARCHITECTURES[model_type]
@@ -308,8 +218,36 @@ def config_fields(config: ModelConfig, model_type: str) -> dict[str, Any]:
         **(_moe_fields(config, moe, model_type, architecture.experts) if moe and architecture.experts else {}),
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.resolved_head_dim,
-        **_rope_fields(config, model_type),
+        **rope_fields(config, architecture.stated),
+        **_stated_fields(config, architecture),
+        **architecture.extra_fields,
     }
+
+
+def _stated_fields(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
+    """Return the fields of ``architecture.stated``: the reverse of :func:`_read_stated_options`."""
+    content = {
+        name: getattr(config, option) for option, (name, _) in _STATED_FIELDS.items() if option in architecture.stated
+    }
+    if "sliding_window" in architecture.stated:
+        content["sliding_window"] = config.sliding_window
+    if "global_interval" in architecture.stated and "global_rope" not in architecture.stated:
+        is_global = map(config.is_global_layer, range(config.num_layers))
+        content["layer_types"] = ["full_attention" if flag else "sliding_attention" for flag in is_global]
+    if "multipliers" in architecture.stated:
+        factors = config.factors
+        attention = config.resolved_head_dim**-0.5 if factors.attention is None else factors.attention
+        if architecture.global_interval:
+            content["query_pre_attn_scalar"] = round(attention**-2)
+        else:
+            values = replace(factors, attention=attention)
+            content |= {theirs: getattr(values, ours) for ours, theirs in _MULTIPLIERS.items()}
+    for option, name in _SOFTCAPS.items():
+        if option in architecture.stated:
+            content[name] = getattr(config, option) or None
+    if "global_rope" in architecture.stated:
+        content["no_rope_layers"] = [int(config.has_rope(layer)) for layer in range(config.num_layers)]
+    return content
 
 
 def _moe_fields(config: ModelConfig, moe: MoEConfig, model_type: str, experts: Experts) -> dict[str, Any]:
@@ -317,23 +255,12 @@ def _moe_fields(config: ModelConfig, moe: MoEConfig, model_type: str, experts: E
     content: dict[str, Any] = {name: getattr(values, ours) for name, ours in experts.fields.items()}
     if model_type != "glm4_moe":
         content["router_aux_loss_coef"] = moe.aux_loss_weight / _aux_loss_scale(config.num_layers, moe)
-    if model_type == "qwen3_moe":
+    if model_type == "qwen2_moe":
+        content["shared_expert_intermediate_size"] = moe.num_shared_experts * moe.expert_width(config.d_ff)
+    if model_type in ("qwen3_moe", "qwen2_moe"):
         content["mlp_only_layers"] = [*range(moe.num_dense_layers)]
     if model_type == "glm4_moe":
-        content |= {"first_k_dense_replace": moe.num_dense_layers, "use_qk_norm": config.qk_norm}
-        content |= {"num_nextn_predict_layers": 0, "partial_rotary_factor": 1.0, "attention_bias": config.qkv_bias}
+        content |= {"first_k_dense_replace": moe.num_dense_layers, "num_nextn_predict_layers": 0}
     if model_type != "mixtral":
         content["norm_topk_prob"] = moe.normalized_gates
     return experts.fixed_fields | content
-
-
-def _rope_fields(config: ModelConfig, model_type: str) -> dict[str, Any]:
-    """Return the rotary positions for transformers 5, ``rope_parameters``, and for 4, ``rope_scaling``."""
-    fields: dict[str, Any] = {"rope_type": "default"}
-    if scaling := config.rope_scaling:
-        names = _ROPE_FIELDS[scaling.kind]
-        fields = {"rope_type": scaling.kind} | {theirs: getattr(scaling, ours) for theirs, ours in names.items()}
-    parameters = fields | {"rope_theta": config.rope_theta}
-    if model_type == "glm4_moe":
-        parameters["partial_rotary_factor"] = 1.0
-    return {"rope_parameters": parameters} | ({"rope_scaling": fields} if scaling else {})

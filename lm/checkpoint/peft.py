@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from lm.checkpoint.adapter_base import read_adapter
-from lm.checkpoint.external_weights import read_json_object, reorder_rotary_rows, translate_name
-from lm.checkpoint.hugging_face import find_rotary, module_names
-from lm.checkpoint.hugging_face_config import ARCHITECTURES, choose_architecture
+from lm.checkpoint.external_weights import pair_rotary_rows, read_json_object, translate_name, unpair_rotary_rows
+from lm.checkpoint.hugging_face import find_rotary
+from lm.checkpoint.hugging_face_architectures import ARCHITECTURES, choose_architecture
 from lm.checkpoint.safe_load import check_weights_are_finite, read_safetensors, save_safetensors
 from lm.checkpoint.training_checkpoint import find_base, read_description
 from lm.common.errors import UserError, translate_write_errors
@@ -103,7 +103,8 @@ def fuse_peft(model: TransformerLM, directory: Path) -> TransformerLM:
     tensors = read_safetensors(directory / WEIGHTS_FILE)
     check_weights_are_finite(tensors, str(directory))
     ours = {name: weight for name, weight in model.named_parameters() if name.endswith(".weight") and weight.ndim == 2}
-    by_name = {_PREFIX + translate_name(name, _names(model.config)).removesuffix(".weight"): name for name in ours}
+    names = _names(model.config, base_of_peft(directory))
+    by_name = {_PREFIX + translate_name(name, names).removesuffix(".weight"): name for name in ours}
     is_rotary = find_rotary(model)
     matrices: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -127,7 +128,7 @@ def fuse_peft(model: TransformerLM, directory: Path) -> TransformerLM:
             )
         b_OR = pair["B"]
         if is_rotary[name]:
-            b_OR = reorder_rotary_rows(b_OR, 2, model.config.resolved_head_dim // 2)
+            b_OR = pair_rotary_rows(b_OR, model.config)
         scale = _scale(path, content, theirs.removeprefix(_PREFIX), len(pair["A"]))
         change = (b_OR @ pair["A"] * scale).to(weight.device)
         weight.data = (weight.data.float() + change).to(weight.dtype)
@@ -225,12 +226,12 @@ def save_peft(adapter: StoredAdapter, directory: Path, base: Path, base_digest: 
     that format cannot express the model, or if a file cannot be written.
     """
     config, model = adapter.config, TransformerLM(adapter.config, device="meta")
-    names, is_rotary = _names(config), find_rotary(model)
+    names, is_rotary = _names(config, base), find_rotary(model)
     tensors, ranks, scales = {}, {}, {}
     for name, (a, b, scale) in adapter.layers.items():
         theirs = translate_name(name, names)
         if is_rotary[f"{name}.weight"]:
-            b = reorder_rotary_rows(b, config.resolved_head_dim // 2, 2)
+            b = unpair_rotary_rows(b, config)
         tensors[f"{_PREFIX}{theirs}.lora_A.weight"] = a.contiguous()
         tensors[f"{_PREFIX}{theirs}.lora_B.weight"] = b.contiguous()
         ranks[theirs], scales[theirs] = len(a), scale
@@ -256,5 +257,15 @@ def save_peft(adapter: StoredAdapter, directory: Path, base: Path, base_digest: 
         (directory / CONFIG_FILE).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
-def _names(config: ModelConfig) -> dict[str, str]:
-    return module_names(ARCHITECTURES[choose_architecture(config)].experts)
+def _names(config: ModelConfig, base: Path) -> dict[str, str]:
+    """Return the names of modules, ours → those in the files of ``base``. Raises UserError if some are fused there."""
+    path = base / "config.json"
+    model_type = read_json_object(path).get("model_type") if path.exists() else None
+    architecture = ARCHITECTURES[model_type if model_type in ARCHITECTURES else choose_architecture(config)]
+    if architecture.fused:
+        raise UserError(
+            f"{base}: {architecture.label} holds several matrices as one, and adapters in peft's format are not "
+            "supported for it. Export the model with its adapter fused (--fuse_adapter); to load an adapter, merge it "
+            "into its base (in peft: merge_and_unload, then save_pretrained)."
+        )
+    return architecture.module_names

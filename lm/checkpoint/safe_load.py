@@ -154,17 +154,17 @@ def assign_weights(model: TransformerLM, weights: dict[str, Tensor], name: str, 
     Raises UserError as :func:`load_weights` does, and if the model's context is too long for the memory.
     """
     load_weights(model, weights, name, assign=True)
-    if model.rope is not None:  # all blocks share this module
-        config = model.config
-        length, width = config.context_length, config.resolved_head_dim
-        message = f"{name}: the rotary table for a context of {length:,} tokens and heads of {width:,}"
+    length, width = model.config.context_length, model.config.resolved_head_dim
+    message = f"{name}: the rotary table for a context of {length:,} tokens and heads of {width:,}"
+    for rope in model.modules():  # a few, which blocks share
+        if not isinstance(rope, RotaryEmbedding):
+            continue
         if length * width > _MAX_ROTARY_NUMBERS:
             raise UserError(
                 f"{message} has more than {_MAX_ROTARY_NUMBERS:,} numbers; lower the context in its config."
             )
         with explain_out_of_memory(f"{message} does not fit into memory; lower the context in its config."):
-            rope = RotaryEmbedding(config.rope_theta, width, length, device, config.rope_scaling)
-        model.rope.cos, model.rope.sin = rope.cos, rope.sin
+            rope.fill(device)
 
 
 def check_weights_are_finite(weights: Mapping[str, Tensor], name: str) -> None:

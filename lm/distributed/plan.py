@@ -24,6 +24,7 @@ from lm.distributed.zero import ShardedOptimizer
 from lm.hardware.device import is_out_of_memory
 from lm.model.attention import AttentionFunction
 from lm.model.ops.causal_attention import causal_attention, choose_attention
+from lm.model.rope import RotaryEmbedding
 from lm.model.transformer import TransformerLM
 from lm.optim.clip import clip_grad_norm
 from lm.optim.shards import gather
@@ -137,8 +138,9 @@ class Parallel:
         full = TransformerLM(self.model.config, device="meta")
         # The state dict adds the buffers.
         full.load_state_dict({name: x.cpu() for name, x in self.model.state_dict().items()} | weights, assign=True)
-        if full.rope is not None and self.model.rope is not None:
-            full.rope.cos, full.rope.sin = self.model.rope.cos.cpu(), self.model.rope.sin.cpu()
+        for module in full.modules():
+            if isinstance(module, RotaryEmbedding):
+                module.fill("cpu")
         return full
 
     def compile_loss(self, loss: Callable[[Any], Tensor], micro_batch: Any) -> Callable[[Any], Tensor]:

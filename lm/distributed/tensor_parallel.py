@@ -64,6 +64,10 @@ def config_of_rank(config: ModelConfig, ranks: int) -> ModelConfig:
     """
     if config.moe is not None:
         raise UserError("model.moe cannot be divided by tensor parallelism; use execution.parallel, e.g. fsdp.")
+    if not config.qk_norm_per_head:
+        raise UserError(
+            "model.qk_norm_per_head false cannot be divided by tensor parallelism; use execution.parallel, e.g. fsdp."
+        )
     widths = {"num_heads": config.num_heads, "num_kv_heads": config.kv_heads, "d_ff": config.d_ff}
     for name, width in widths.items():
         if width % ranks:
@@ -110,6 +114,8 @@ def _plan(model: TransformerLM) -> dict[str, ParallelStyle]:
         "layers.*.ln[12]": replicated,
         "ln_final": replicated,
     }
+    if model.config.norm_placement == "sandwich":
+        plan["layers.*.ln[12]_out"] = replicated
     if model.lm_head is not None:
         plan["lm_head"] = _Vocabulary()
     if model.scalar_head is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lm.inference.config import Pooling
 from lm.model.ops.causal_attention import causal_attention
+from lm.model.ops.windowed_attention import PLAIN, AttentionRule, masked_attention
 from lm.model.transformer import TransformerLM
 
 # Tokens that a layer computes at once, with padding. A server's other clients wait for one such step: on a CPU, as long
@@ -37,7 +38,7 @@ def embed_in_steps(
     for batch in _split(texts, step_tokens):
         lengths = [len(texts[index]) for index in batch]
         padded = [[*texts[index], *[0] * (max(lengths) - len(texts[index]))] for index in batch]
-        x_BTD = model.token_embeddings(torch.tensor(padded, device=device))
+        x_BTD = model.embed(torch.tensor(padded, device=device))
         for layer in model.layers:
             keys, values = list[Tensor](), list[Tensor]()
 
@@ -45,12 +46,13 @@ def embed_in_steps(
                 q_BHtK: Tensor,
                 k_BGtK: Tensor,
                 v_BGtK: Tensor,
+                rule: AttentionRule = PLAIN,
                 keys: list[Tensor] = keys,
                 values: list[Tensor] = values,
             ) -> Tensor:
                 keys.append(k_BGtK)
                 values.append(v_BGtK)
-                return _attend_to_prefix(q_BHtK, torch.cat(keys, -2), torch.cat(values, -2))
+                return _attend_to_prefix(q_BHtK, torch.cat(keys, -2), torch.cat(values, -2), rule)
 
             outputs = []
             for positions in torch.arange(max(lengths), device=device).split(step_tokens):
@@ -64,15 +66,14 @@ def embed_in_steps(
     return embeddings
 
 
-def _attend_to_prefix(q_BHtK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> Tensor:
+def _attend_to_prefix(q_BHtK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, rule: AttentionRule) -> Tensor:
     """Return the causal attention (B, H, t, K) of the last t tokens to all S."""
     num_queries, num_keys = q_BHtK.shape[-2], k_BGSK.shape[-2]
     if num_queries == num_keys:
-        return causal_attention(q_BHtK, k_BGSK, v_BGSK)
-    mask_tS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BHtK.device)
-    mask_tS = mask_tS.tril(num_keys - num_queries)
-    has_groups = q_BHtK.shape[1] > k_BGSK.shape[1]
-    return F.scaled_dot_product_attention(q_BHtK, k_BGSK, v_BGSK, mask_tS, enable_gqa=has_groups)
+        return causal_attention(q_BHtK, k_BGSK, v_BGSK, rule)
+    positions_S = torch.arange(num_keys, device=q_BHtK.device)
+    mask_tS = rule.allows(positions_S[num_keys - num_queries :, None], positions_S)
+    return masked_attention(q_BHtK, k_BGSK, v_BGSK, mask_tS, rule.softcap)
 
 
 def _split(texts: Sequence[Sequence[int]], step_tokens: int) -> Iterator[list[int]]:

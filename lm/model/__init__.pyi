@@ -1,6 +1,7 @@
 from .attention import MultiHeadSelfAttention as MultiHeadSelfAttention
 from .config import ModelConfig as ModelConfig
 from .config import MoEConfig as MoEConfig
+from .config import Multipliers as Multipliers
 from .config import RopeScaling as RopeScaling
 from .feed_forward import FeedForward as FeedForward
 from .feed_forward import SwiGLU as SwiGLU

@@ -1,5 +1,6 @@
-"""Feed-forward networks: SwiGLU (Shazeer 2020), and two matrices with silu or squared ReLU (So et al. 2021)."""
+"""Feed-forward networks: SwiGLU and GeGLU (Shazeer 2020); two matrices with silu or squared ReLU (So et al. 2021)."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -9,11 +10,13 @@ from torch.types import Device
 
 from lm.model.config import ModelConfig
 from lm.model.linear import Linear
-from lm.model.ops.swiglu import swiglu
+from lm.model.ops.swiglu import geglu, swiglu
 
 
 class SwiGLU(nn.Module):
-    """``w2(silu(w1 x) ⊙ w3 x)`` (Shazeer 2020)."""
+    """``w2(silu(w1 x) ⊙ w3 x)`` (Shazeer 2020). ``join`` makes the input of ``w2`` of the gate and the values."""
+
+    join: Callable[[Tensor, Tensor], Tensor] = staticmethod(swiglu)
 
     def __init__(self, d_model: int, d_ff: int, device: Device = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -27,7 +30,13 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d_model) → same shape."""
-        return self.w2(swiglu(*self.project(x)))
+        return self.w2(self.join(*self.project(x)))
+
+
+class GeGLU(SwiGLU):
+    """``w2(gelu(w1 x) ⊙ w3 x)``, with the tanh form of GELU."""
+
+    join = staticmethod(geglu)
 
 
 class FeedForward(nn.Module):
@@ -58,4 +67,6 @@ def make_feed_forward(
     """Make the network that ``config.feed_forward`` names, with the inner width ``d_ff``."""
     if config.feed_forward == "swiglu":
         return SwiGLU(config.d_model, d_ff, device, dtype)
+    if config.feed_forward == "geglu":
+        return GeGLU(config.d_model, d_ff, device, dtype)
     return FeedForward(config.d_model, d_ff, config.feed_forward, device, dtype)

@@ -40,16 +40,20 @@ def flops_per_token(config: ModelConfig, training: bool = True) -> int:
     """Return the floating-point operations per token of a full context, matmuls only.
 
     The forward pass costs 2 per matrix parameter, of a mixture of experts per active one. The embedding is a look-up
-    and costs nothing; the head costs its matmul, tied or not. Attention adds 2 · layers · heads · width · context for
-    the scores and their weighted sum, without the masked half. Training costs three times as much: the backward pass
-    has one matmul for weights and one for inputs. Raises UserError if the vocabulary size is not set.
+    and costs nothing; the head costs its matmul, tied or not. Attention adds 2 · heads · width · context in each layer
+    for the scores and their weighted sum, without the masked half and what a sliding window leaves out. Training costs
+    three times as much: the backward pass has one matmul for weights and one for inputs. Raises UserError if the
+    vocabulary size is not set.
     Sources: Kaplan et al. 2020; CS336 assignment 1, section 3.6, which counts the masked half too.
     """
     parts = _count_by_part(config)
     head = parts["embedding" if config.tied_embeddings else "head"]
     matrices = parts["attention"] + parts["feed_forward"] + parts["router"] + head - _inactive_parameters(config)
     heads = config.num_heads * config.resolved_head_dim
-    forward = 2 * matrices + 2 * config.num_layers * heads * config.context_length
+    context = config.context_length
+    windows = [config.window(layer) or context for layer in range(config.num_layers)]
+    keys = sum(2 * window - window**2 // context for window in windows)  # twice their mean number
+    forward = 2 * matrices + 2 * heads * keys
     return (3 if training else 1) * forward
 
 

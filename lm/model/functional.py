@@ -24,14 +24,18 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     return (exponentials / exponentials.sum(dim, keepdim=True)).to(x.dtype)
 
 
-def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def scaled_dot_product_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, softcap: float = 0.0
+) -> Tensor:
     """Return ``softmax(q kᵀ / sqrt(d_k)) v``: (..., T, d_v).
 
     ``q`` (..., T, d_k), ``k`` (..., S, d_k), ``v`` (..., S, d_v). ``mask`` bool (..., T, S) is True where attention is
-    allowed; each row must allow at least one key. The model runs
+    allowed; each row must allow at least one key. A ``softcap`` above 0 limits the scores to ± it. The model runs
     :func:`lm.model.ops.causal_attention.causal_attention` instead.
     """
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     return softmax(scores, dim=-1) @ v

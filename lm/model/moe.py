@@ -88,6 +88,8 @@ class MoE(BuffersKeepDtype):
         # Side by side, shared experts are one wide network.
         shared_width = self.config.num_shared_experts * self.config.expert_width(config.d_ff)
         self.shared = make_feed_forward(config, shared_width, device, dtype) if shared_width else None
+        has_gate = shared_width > 0 and self.config.shared_gate
+        self.shared_gate = Linear(config.d_model, 1, device, dtype, role="router") if has_gate else None
         self.routings: list[Routing] | None = None
         self._padding: Tensor | None = None
 
@@ -110,7 +112,12 @@ class MoE(BuffersKeepDtype):
             if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
                 self.routings.append(routing)
         out_ND: Tensor = self.experts(x_ND, chosen_NA, gates_NA)
-        return (out_ND if self.shared is None else out_ND + self.shared(x_ND)).view(x.shape)
+        if self.shared is not None:
+            shared_ND = self.shared(x_ND)
+            if self.shared_gate is not None:
+                shared_ND = self.shared_gate(x_ND).sigmoid() * shared_ND
+            out_ND = out_ND + shared_ND
+        return out_ND.view(x.shape)
 
     def _route(self, logits_NE: Tensor, affinities_NE: Tensor, chosen_NA: Tensor) -> tuple[Tensor, Routing]:
         """Return the choices without padding and those over the capacity, and the routing."""

@@ -19,7 +19,7 @@ from lm.model.config import ModelConfig
 from lm.model.feed_forward import make_feed_forward
 from lm.model.linear import Embedding, Head, Role, ScalarHead, TiedEmbedding, truncated_normal_
 from lm.model.moe import MoE
-from lm.model.norm import RMSNorm
+from lm.model.norm import make_norm
 from lm.model.ops.causal_attention import causal_attention
 from lm.model.rope import RotaryEmbedding
 
@@ -27,8 +27,9 @@ from lm.model.rope import RotaryEmbedding
 class TransformerBlock(nn.Module):
     """Attention, then the feed-forward network or a mixture of experts, each added to the residual stream.
 
-    A sublayer ``f`` is ``x + f(ln(x))`` with ``norm_placement`` ``pre``, ``ln(x + f(x))`` with ``post`` and
-    ``x + f(x)`` with ``none``. ``layer`` is the index of the block: the first ones of a mixture of experts are dense.
+    A sublayer ``f`` is ``x + f(ln(x))`` with ``norm_placement`` ``pre``, ``ln(x + f(x))`` with ``post``, ``x + f(x)``
+    with ``none``, ``x + ln(f(x))`` with ``output`` and ``x + ln_out(f(ln(x)))`` with ``sandwich``. ``layer`` is the
+    index of the block: the first ones of a mixture of experts are dense, and some have a sliding window.
     """
 
     def __init__(
@@ -40,14 +41,13 @@ class TransformerBlock(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.is_post_norm = config.norm_placement == "post"
+        self.norm_placement, self.multiplier = config.norm_placement, config.factors.residual
         self.ln1, self.ln2 = (
-            nn.Identity()
-            if config.norm_placement == "none"
-            else RMSNorm(config.d_model, config.norm_eps, device, dtype)
-            for _ in range(2)
+            nn.Identity() if config.norm_placement == "none" else make_norm(config, device, dtype) for _ in range(2)
         )
-        self.attn = MultiHeadSelfAttention(config, rope, device, dtype)
+        if config.norm_placement == "sandwich":
+            self.ln1_out, self.ln2_out = (make_norm(config, device, dtype) for _ in range(2))
+        self.attn = MultiHeadSelfAttention(config, rope, device, dtype, config.window(layer))
         self.ffn: nn.Module = (
             MoE(config, device, dtype)
             if config.is_moe_layer(layer)
@@ -61,11 +61,25 @@ class TransformerBlock(nn.Module):
         attention_function: AttentionFunction = causal_attention,
     ) -> Tensor:
         """(B, T, D) → (B, T, D)."""
-        if self.is_post_norm:
-            x_BTD = self.ln1(x_BTD + self.attn(x_BTD, token_positions, attention_function))
-            return self.ln2(x_BTD + self.ffn(x_BTD))
-        x_BTD = x_BTD + self.attn(self.ln1(x_BTD), token_positions, attention_function)
-        return x_BTD + self.ffn(self.ln2(x_BTD))
+        if self.norm_placement in ("post", "output"):
+            change_BTD = self.attn(x_BTD, token_positions, attention_function)
+        else:
+            change_BTD = self.attn(self.ln1(x_BTD), token_positions, attention_function)
+        if self.norm_placement == "post":
+            x_BTD = self.ln1(x_BTD + self._scale(change_BTD))
+            return self.ln2(x_BTD + self._scale(self.ffn(x_BTD)))
+        if self.norm_placement == "output":
+            x_BTD = x_BTD + self._scale(self.ln1(change_BTD))
+            return x_BTD + self._scale(self.ln2(self.ffn(x_BTD)))
+        if self.norm_placement == "sandwich":
+            x_BTD = x_BTD + self._scale(self.ln1_out(change_BTD))
+            return x_BTD + self._scale(self.ln2_out(self.ffn(self.ln2(x_BTD))))
+        x_BTD = x_BTD + self._scale(change_BTD)
+        return x_BTD + self._scale(self.ffn(self.ln2(x_BTD)))
+
+    def _scale(self, change_BTD: Tensor) -> Tensor:
+        """Return what a sublayer adds, times the residual multiplier."""
+        return change_BTD if self.multiplier == 1 else change_BTD * self.multiplier
 
 
 class TransformerLM(nn.Module):
@@ -81,18 +95,33 @@ class TransformerLM(nn.Module):
         self.config = config
         self.rope = (
             RotaryEmbedding(
-                config.rope_theta, config.resolved_head_dim, config.context_length, device, config.rope_scaling
+                config.rope_theta,
+                config.resolved_head_dim,
+                config.context_length,
+                device,
+                config.rope_scaling,
+                config.rotary_dim,
             )
             if config.position_encoding == "rope"
             else None
         )
+        self.local_rope = self.rope
+        if config.local_rope_theta:
+            self.local_rope = RotaryEmbedding(
+                config.local_rope_theta,
+                config.resolved_head_dim,
+                config.context_length,
+                device,
+                rotary_dim=config.rotary_dim,
+            )
         embedding_cls = TiedEmbedding if config.tied_embeddings else Embedding
         self.token_embeddings: Embedding = embedding_cls(config.vocab_size, config.d_model, device, dtype)
         self.layers = nn.ModuleList(
-            TransformerBlock(config, self.rope, layer, device, dtype) for layer in range(config.num_layers)
+            TransformerBlock(config, self._rope_of(layer), layer, device, dtype) for layer in range(config.num_layers)
         )
-        has_final_norm = config.norm_placement == "pre"  # a post-norm block ends with a norm already
-        self.ln_final = RMSNorm(config.d_model, config.norm_eps, device, dtype) if has_final_norm else nn.Identity()
+        # A post-norm block ends with a norm already.
+        has_final_norm = config.norm_placement not in ("post", "none")
+        self.ln_final = make_norm(config, device, dtype) if has_final_norm else nn.Identity()
         self.lm_head: Head | None = None
         if config.tied_embeddings:
             truncated_normal_(self.token_embeddings.weight, config.d_model**-0.5)  # gives logits of order 1
@@ -107,6 +136,12 @@ class TransformerLM(nn.Module):
     def add_scalar_head(self, std: float = 0.0) -> None:
         """Add a head that reads a number from each hidden state, on the model's device; see :class:`ScalarHead`."""
         self.scalar_head = ScalarHead(self.config.d_model, std, self.token_embeddings.weight.device)
+
+    def _rope_of(self, layer: int) -> RotaryEmbedding | None:
+        """Return the rotary positions of the block of index ``layer``, None if it has none."""
+        if not self.config.has_rope(layer):
+            return None
+        return self.rope if self.config.is_global_layer(layer) else self.local_rope
 
     @property
     def head(self) -> nn.Module:
@@ -156,7 +191,13 @@ class TransformerLM(nn.Module):
                 f"A sequence of {token_ids.shape[-1]} tokens does not fit the model's context of "
                 f"{self.config.context_length}."
             )
-        return self.run_layers(self.token_embeddings(token_ids), token_positions, attention_functions)
+        return self.run_layers(self.embed(token_ids), token_positions, attention_functions)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Return the input of the first block: integer ids (...) → (..., D)."""
+        x: Tensor = self.token_embeddings(token_ids)
+        multiplier = self.config.factors.embedding
+        return x if multiplier == 1 else x * multiplier
 
     def run_layers(
         self,
@@ -178,8 +219,9 @@ class TransformerLM(nn.Module):
         return self.cap_logits(self.head(hidden_states))
 
     def cap_logits(self, logits: Tensor) -> Tensor:
-        """Apply the soft-cap to the products of hidden states with the head."""
-        cap = self.config.logit_softcap
+        """Make logits of the products of hidden states with the head: divide, then apply the soft-cap."""
+        cap, divisor = self.config.logit_softcap, self.config.factors.logits_divisor
+        logits = logits if divisor == 1 else logits / divisor
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def scalars(self, hidden_states: Tensor) -> Tensor:
@@ -209,6 +251,8 @@ class TransformerLM(nn.Module):
 
     def head_loss(self, hidden_states: Tensor, targets: Tensor) -> Tensor:
         """Return :meth:`loss` from the output of :meth:`hidden_states` (B, T, D)."""
+        if (divisor := self.config.factors.logits_divisor) != 1:
+            hidden_states = hidden_states / divisor
         loss: Tensor = self.head(hidden_states.flatten(0, -2), targets.flatten(), self.config.logit_softcap)
         return loss
 

@@ -10,7 +10,7 @@ from lm.common.execution import Execution
 from lm.model.config import AdapterConfig, ModelConfig
 from lm.model.flops import parameter_count
 from lm.model.ops.cross_entropy import logit_chunk_bytes
-from lm.train.block_memory import block_bytes_per_token, gradient_bytes_per_token, hidden_matrices
+from lm.train.block_memory import block_bytes_per_token, gradient_bytes_per_token, hidden_matrices, score_bytes
 from lm.train.config import TrainConfig
 
 _NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)  # of a number: its index, and its parts of the scales
@@ -57,7 +57,9 @@ def predict_adapter_memory(
     # Autocast makes a copy of each float32 matrix, which the backward pass needs; of those in 4 bits none stays.
     copies = [2 * number if has_autocast and adapter.dtype == "float32" else 0 for number in numbers]
     blocks = [
-        tokens * _block_bytes_per_token(model_config, layer, adapter, linear[layer], has_autocast) + copies[layer]
+        tokens * _block_bytes_per_token(model_config, layer, adapter, linear[layer], has_autocast)
+        + score_bytes(model_config, layer, sequences, has_autocast)
+        + copies[layer]
         for layer in layers
     ]
     element, residual = 2 if has_autocast or is_narrow else 4, 2 if is_narrow else 4
@@ -91,7 +93,7 @@ def _linear_layers(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]
     shapes = {"q_proj": (q, d), "k_proj": (kv, d), "v_proj": (kv, d), "output_proj": (d, q)}
     if inner:
         shapes |= {"w1": (inner, d), "w2": (d, inner)}
-    return {**shapes, "w3": (inner, d)} if inner and config.feed_forward == "swiglu" else shapes
+    return {**shapes, "w3": (inner, d)} if inner and config.feed_forward_matrices == 3 else shapes
 
 
 def _block_bytes_per_token(

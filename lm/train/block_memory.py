@@ -1,6 +1,7 @@
 """Bytes of the activations of a block, and the shapes of its matrices, for predictions of memory."""
 
 from lm.model.config import ModelConfig
+from lm.model.ops.windowed_attention import AttentionRule, count_scores
 
 
 def hidden_matrices(config: ModelConfig, layer: int) -> list[tuple[int, ...]]:
@@ -34,10 +35,20 @@ def block_bytes_per_token(config: ModelConfig, layer: int, is_bfloat16: bool) ->
     if is_bfloat16:
         # Autocast copies the input of each matrix; experts share a copy.
         copies = 3 + inputs * (dense_width > 0) + (routed > 0)
-        residual = 8 * d if config.norm_placement != "none" else 0
+        residual = {"none": 0, "sandwich": 12}.get(config.norm_placement, 8) * d
         return residual + element * (copies * d + q + heads + normalized + inner) + routing
-    residual_inputs = (4 if config.norm_placement != "none" else 2) * d
+    residual_inputs = {"none": 2, "sandwich": 6}.get(config.norm_placement, 4) * d
     return element * (residual_inputs + heads + q + normalized + inner) + routing
+
+
+def score_bytes(config: ModelConfig, layer: int, sequences: int, is_bfloat16: bool) -> int:
+    """Return the bytes that attention with a window or a soft-cap saves in the block of index ``layer``: a mask and its
+    form in float32, and with a soft-cap the capped scores and the weights."""
+    rule = AttentionRule(config.window(layer), config.attention_softcap)
+    scores = count_scores(config.context_length, rule)
+    if not rule.softcap:
+        return 5 * scores
+    return scores * (1 + sequences * config.num_heads * (10 if is_bfloat16 else 8))
 
 
 def gradient_bytes_per_token(config: ModelConfig, layer: int, element: int) -> int:

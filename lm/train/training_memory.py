@@ -35,7 +35,7 @@ from lm.model.config import AdapterConfig, ModelConfig
 from lm.model.flops import parameter_count
 from lm.model.ops.cross_entropy import logit_chunk_bytes
 from lm.train.adapter_memory import predict_adapter_memory
-from lm.train.block_memory import block_bytes_per_token, gradient_bytes_per_token, hidden_matrices
+from lm.train.block_memory import block_bytes_per_token, gradient_bytes_per_token, hidden_matrices, score_bytes
 from lm.train.config import TrainConfig
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,11 @@ def predict_training_memory(
     state = 2 * weights - (4 * hidden if config.optimizer == "muon" else 0)
     element = 2 if is_bfloat16 else 4
     tokens, layers = sequences * model_config.context_length, range(model_config.num_layers)
-    blocks = [tokens * block_bytes_per_token(model_config, layer, is_bfloat16) for layer in layers]
+    blocks = [
+        tokens * block_bytes_per_token(model_config, layer, is_bfloat16)
+        + score_bytes(model_config, layer, sequences, is_bfloat16)
+        for layer in layers
+    ]
     all_stored = model_config.num_layers * tokens * 4 * model_config.d_model if has_checkpointing else sum(blocks)
     copies = 2 * hidden if is_bfloat16 else 0
     head = 4 * (model_config.vocab_size or 0) * model_config.d_model  # a gradient of the head

@@ -52,7 +52,7 @@ def test_a_section_of_two_configurations_is_described_once(pages: dict[str, str]
 def test_an_option_has_its_type_bounds_default_and_meaning(pages: dict[str, str]) -> None:
     page, commands = pages["options-of-pipeline.md"], pages["commands.md"]
     assert "*integer, ≥ 1, default `5000`, in the preset `demo` `300`*\n\nOptimizer steps" in page
-    assert "*swiglu or silu or relu2, default `swiglu`*" in page
+    assert "*swiglu or geglu or silu or relu2, default `swiglu`*" in page
     assert "### `--top_p` {#sample-top_p}\n\n*number, ≥ 0, ≤ 1, default `0.95`*" in commands
     assert "### `--max_batch_size` {#serve-max_batch_size}\n\n*integer, ≥ 1, ≤ 65536, default `16`*" in commands
     assert "### `--port` {#serve-port}\n\n*integer, default `8000`*\n\nport to listen on" in commands

@@ -5,7 +5,7 @@ import json
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -17,7 +17,7 @@ from lm.common.execution import Execution
 from lm.distributed import PipelineParallel, apply_tensor_parallel, gather_full_params
 from lm.distributed.plan import parallelize
 from lm.distributed.process_group import all_reduce_mean, get_rank, get_world_size
-from lm.model.config import ModelConfig
+from lm.model.config import ModelConfig, Multipliers
 from lm.model.functional import IGNORE_INDEX
 from lm.model.linear import HIDDEN_MATRICES
 from lm.model.transformer import TransformerLM
@@ -26,6 +26,14 @@ from tests.helpers.ranks import rank_of_test, run_ranks
 
 _BATCH, _CONTEXT, _VOCAB = 8, 12, 33
 _MAX_NORM = 0.5
+_GEMMA: dict[str, Any] = {
+    "zero_centered_norm": True,
+    "attention_softcap": 3.0,
+    "multipliers": Multipliers(4.0, 0.5, 0.9, 2.0),
+    "sliding_window": 5,
+    "global_interval": 2,
+    "local_rope_theta": 30.0,
+}
 Kind = Literal["none", "tensor", "tensor+fsdp", "1f1b", "gpipe"]
 
 
@@ -49,6 +57,8 @@ class Case:
     """Tell the optimizers on the device whether to skip the step, as on a GPU."""
     batches_per_step: int = 1
     """Batches whose gradients are added."""
+    is_gemma: bool = False
+    """With the options of Gemma, and a residual multiplier."""
 
     @property
     def name(self) -> str:
@@ -66,10 +76,11 @@ class Case:
             d_ff=48,
             qk_norm=self.has_qk_norm,
             qkv_bias=self.has_biases,
-            feed_forward=self.feed_forward,
-            norm_placement=self.norm_placement,
+            feed_forward="geglu" if self.is_gemma else self.feed_forward,
+            norm_placement="sandwich" if self.is_gemma else self.norm_placement,
             tied_embeddings=self.is_tied,
             logit_softcap=self.logit_softcap,
+            **(_GEMMA if self.is_gemma else {}),
         )
         model = TransformerLM(config, dtype=torch.float64 if self.is_double else torch.float32)
         parallelize(model, Execution(activation_checkpointing=self.has_checkpointing), "none")

@@ -6,6 +6,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from lm.common.execution import Execution, ParallelKind
 from lm.distributed.plan import parallelize
 from lm.distributed.process_group import all_reduce_mean, get_rank, get_world_size
-from lm.model.config import ModelConfig
+from lm.model.config import ModelConfig, MoEConfig, Multipliers
 from lm.model.transformer import TransformerLM
 from lm.train.config import TrainConfig
 from lm.train.optimizers import make_optimizers, whole_parameters
@@ -22,6 +23,21 @@ from tests.helpers.ranks import rank_of_test, run_ranks
 
 _BATCH, _CONTEXT, _VOCAB = 8, 12, 33
 _MICRO_BATCHES = 2
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "gemma": {
+        "norm_placement": "sandwich",
+        "feed_forward": "geglu",
+        "zero_centered_norm": True,
+        "attention_softcap": 3.0,
+        "sliding_window": 5,
+        "global_interval": 2,
+        "local_rope_theta": 30.0,
+        "multipliers": Multipliers(4.0, 0.5),
+    },
+    "olmo2": {"norm_placement": "output", "qk_norm_per_head": False, "rotary_fraction": 0.5},
+    "experts": {"moe": MoEConfig(4, 2, num_shared_experts=1, shared_gate=True)},  # a gate has one row
+}
 
 
 @dataclass(frozen=True)
@@ -36,6 +52,8 @@ class Case:
     steps: int = 5
     is_compiled: bool = False
     """Test the compilation of the loss before the first step, as the trainer does. Nothing is compiled."""
+    options: Literal["", "gemma", "olmo2", "experts"] = ""
+    """Options of the model, as a family has them."""
 
     @property
     def name(self) -> str:
@@ -60,6 +78,7 @@ def train(case: Case) -> dict[str, Tensor]:
         qk_norm=True,
         qkv_bias=True,
         tied_embeddings=case.is_tied,
+        **_OPTIONS[case.options],
     )
     config = TrainConfig(optimizer=case.optimizer, max_lr=0.001, max_grad_norm=0.5)  # type: ignore[arg-type]
     dtype = torch.float64 if case.is_double else torch.float32

@@ -331,7 +331,7 @@ def test_a_huge_rotary_table_is_refused(
     """A context of 1 M tokens, as published models have it, is within the bound; here the memory is too small."""
     model = create_empty_model(replace(CONFIG, context_length=context, d_model=width, num_heads=1), 9, "model")
     weights = {name: torch.zeros(tensor.shape) for name, tensor in model.state_dict().items()}
-    monkeypatch.setattr("lm.checkpoint.safe_load.RotaryEmbedding", lambda *_: torch.empty(1 << 60))
+    monkeypatch.setattr("lm.model.rope.RotaryEmbedding.fill", lambda *_: torch.empty(1 << 60))
     with pytest.raises(UserError, match=message):
         assign_weights(model, weights, "model", "cpu")
 

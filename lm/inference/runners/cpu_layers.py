@@ -28,7 +28,7 @@ from lm.kernels.decode.norm_attention import AttentionLayer, CacheArrays
 from lm.kernels.decode.small_batch_matmul import Matrix
 from lm.kernels.jit import Stored
 from lm.model.attention import AttentionFunction, MultiHeadSelfAttention
-from lm.model.feed_forward import SwiGLU
+from lm.model.feed_forward import GeGLU, SwiGLU
 from lm.model.linear import Head, Linear
 from lm.model.moe import Experts
 from lm.model.norm import RMSNorm
@@ -44,6 +44,7 @@ _BLOCK_OUTPUTS = 4096
 _MIN_BYTES_FOR_THREADS = 1 << 24
 _MIN_BYTES_OF_MATRIX = 1 << 20
 _NO_SCALES = np.empty(0, np.float32)
+_NO_WINDOW = 1 << 40  # tokens
 
 MakeLinear = Callable[..., nn.Module]  # OneDNNLinear or LowPrecisionLinear
 
@@ -183,7 +184,9 @@ class CpuAttention(MultiHeadSelfAttention):
 
     def __init__(self, attention: MultiHeadSelfAttention, make_linear: MakeLinear) -> None:
         nn.Module.__init__(self)  # skips the creation of weights
-        self.head_dim, self.rope = attention.head_dim, attention.rope
+        self.head_dim, self.rope, self.rule = attention.head_dim, attention.rope, attention.rule
+        self.is_plain = attention.is_plain
+        self.query_factor, self.has_wide_norm = attention.query_factor, attention.has_wide_norm
         self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
         layers = (attention.q_proj, attention.k_proj, attention.v_proj)
         biases = [layer.bias for layer in layers if layer.bias is not None]
@@ -196,10 +199,13 @@ class CpuAttention(MultiHeadSelfAttention):
             heads=self._sizes[0] // self.head_dim,
             kv_heads=self._sizes[1] // self.head_dim,
             head_dim=self.head_dim,
-            norm_weights=join_floats([norm.weight for norm in norms]),
+            norm_weights=join_floats([norm.gain for norm in norms]),
             eps=norms[0].eps if norms else 0.0,
+            scale=self.query_factor * self.head_dim**-0.5,
             cos=flat_array(rope.cos if rope else empty),
             sin=flat_array(rope.sin if rope else empty),
+            table_starts=np.array([0 if rope else -1]),
+            windows=np.array([self.rule.window or _NO_WINDOW]),
         )
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -213,7 +219,8 @@ class CpuAttention(MultiHeadSelfAttention):
         attention_function: AttentionFunction = causal_attention,
     ) -> Tensor:
         """(B, T, D) → (B, T, D)."""
-        if not isinstance(attention_function, DecodeAttention):
+        has_kernel = not (self.has_wide_norm or self.rule.softcap)
+        if not has_kernel or not isinstance(attention_function, DecodeAttention):
             return super().forward(x_BTD, token_positions, attention_function)
         return self.output_proj(self.attend(self.qkv_proj(x_BTD), attention_function))
 
@@ -247,8 +254,8 @@ class CpuNorm(RMSNorm):
 
     def __init__(self, norm: RMSNorm, make_linear: MakeLinear | None = None) -> None:
         nn.Module.__init__(self)
-        self.eps, self.weight = norm.eps, norm.weight
-        self._flat_weight = flat_array(norm.weight.detach())
+        self.eps, self.weight, self.is_zero_centered = norm.eps, norm.weight, norm.is_zero_centered
+        self._flat_weight = flat_array(norm.gain.detach())
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d_model) → same shape and dtype."""
@@ -262,6 +269,7 @@ class CpuNorm(RMSNorm):
 class _CpuSwiGLU(SwiGLU):
     def __init__(self, ffn: SwiGLU, make_linear: MakeLinear) -> None:
         nn.Module.__init__(self)
+        self.join = ffn.join
         self.w1_w3 = make_linear(ffn.w1.weight, ffn.w3.weight)
         self.w2 = make_linear(ffn.w2.weight)  # type: ignore[assignment]
 
@@ -298,6 +306,7 @@ CPU_LAYERS: dict[type[nn.Module], Callable[..., nn.Module]] = {
     MultiHeadSelfAttention: CpuAttention,
     RMSNorm: CpuNorm,
     SwiGLU: _CpuSwiGLU,
+    GeGLU: _CpuSwiGLU,
     Experts: _CpuExperts,
     Linear: lambda layer, make_linear: make_linear(layer.weight, biases=[] if layer.bias is None else [layer.bias]),
 }

@@ -29,13 +29,23 @@ from lm.model.transformer import TransformerLM
 
 _MAX_FUSED_TOKENS = 64  # with more, oneDNN is faster; with AVX-512 it computes more at a time, so fewer are left
 _MIN_BYTES_FOR_THREADS = 1 << 22  # of the weights; below, waking a thread takes longer than it saves
+# Of a model, that the kernel computes; others must have their defaults.
+_OPTIONS = frozenset(
+    [
+        *("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff"),
+        *("qk_norm", "qkv_bias", "norm_eps", "tied_embeddings", "zero_init_residual", "logit_softcap"),
+        *("position_encoding", "rope_theta", "rope_scaling", "rotary_fraction", "global_interval", "global_rope"),
+        *("sliding_window", "local_rope_theta", "multipliers", "zero_centered_norm"),
+    ]
+)
 _CHUNKS_PER_THREAD = 4  # with more, taking them costs more than the waits for the last one
 
 
 def can_fuse(model: TransformerLM) -> bool:
     """Return whether the kernel supports ``model``, after its layers were replaced by the layers for CPUs."""
     head: Any = model.lm_head
-    return model.config.has_llama_blocks and isinstance(head, JoinedLinear) and head.weight is not None
+    is_known = not model.config.unusual_options(_OPTIONS)
+    return is_known and isinstance(head, JoinedLinear) and head.weight is not None
 
 
 def share_weights(model: TransformerLM) -> None:
@@ -58,20 +68,28 @@ def _create_network(model: TransformerLM) -> Network:
     matrices, config = _matrices(model), model.config
     norms = [norm for layer in layers for norm in (layer.ln1, layer.ln2)] + [model.ln_final]
     qk_norms = [norm for layer in layers for norm in (layer.attn.q_norm, layer.attn.k_norm)]
+    shapes = [layer.attn.shape for layer in layers]
+    ropes = [rope for rope in {model.rope: None, model.local_rope: None} if rope is not None]
+    starts = {rope: index * ropes[0].cos.numel() for index, rope in enumerate(ropes)}
     num_weights = sum(matrix.weight.numel() for matrix in matrices)
     return Network(
         weights=flat_array(matrices[0].weight.as_strided((num_weights,), (1,), 0)),
         scales=join_floats([matrix.scale for matrix in matrices if matrix.scale is not None]),
-        norm_weights=join_floats([norm.weight for norm in norms]),
+        norm_weights=join_floats([norm.gain for norm in norms]),
         biases=join_floats([matrix.bias for matrix in matrices if matrix.bias is not None]),
-        attention=layers[0].attn.shape._replace(
-            norm_weights=join_floats([norm.weight for norm in qk_norms if isinstance(norm, RMSNorm)])
+        attention=shapes[0]._replace(
+            norm_weights=join_floats([norm.gain for norm in qk_norms if isinstance(norm, RMSNorm)]),
+            cos=join_floats([rope.cos for rope in ropes]),
+            sin=join_floats([rope.sin for rope in ropes]),
+            table_starts=np.array([starts.get(layer.attn.rope, -1) for layer in layers]),
+            windows=np.concatenate([shape.windows for shape in shapes]),
         ),
         num_layers=len(layers),
         d_model=config.d_model,
         d_ff=config.d_ff,
         vocab_size=len(matrices[-1].weight),
         eps=config.norm_eps,
+        residual_multiplier=config.factors.residual,
     )
 
 
@@ -143,7 +161,7 @@ class CpuRunner(TorchRunner):
     def _run(self, ids_N: Tensor, rows_N: Tensor, positions_N: Tensor, has_logits: bool) -> Step:
         step = self._step._replace(tokens=len(ids_N), has_logits=has_logits)
         step.progress.fill(0)
-        self._rows(step.x, len(ids_N))[:] = self.model.token_embeddings(ids_N)
+        self._rows(step.x, len(ids_N))[:] = self.model.embed(ids_N)
         keys, values, page_table = self.cache.keys, self.cache.values, self.cache.page_table
         cache = CacheArrays(
             flat_array(keys),

@@ -31,6 +31,14 @@ _MIN_KEYS = 64
 _MAX_ROWS = 16  # of a matmul on tensor cores; with more, cuBLAS is faster
 _SPLIT_ELEMENTS = 1 << 14  # of the keys that a program of the attention reads; a longer row is split among several
 _BLOCK_SPLITS = 16
+# Of a model, that the Triton kernels compute; others must have their defaults.
+_OPTIONS = frozenset(
+    [
+        *("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff"),
+        *("qk_norm", "qkv_bias", "norm_eps", "tied_embeddings", "zero_init_residual", "logit_softcap"),
+        *("position_encoding", "rope_theta", "rope_scaling", "rotary_fraction"),
+    ]
+)
 # Outputs and inputs of a tile of a matmul, its warps, and the stages of its pipeline.
 _TILE_OF_ROW, _TILE_OF_ROWS = (4, 1024, 8, 3), (16, 256, 4, 4)
 
@@ -165,7 +173,7 @@ class TritonStep:
             raise ValueError(f"{len(ids_B)} rows are more than {self.max_rows}")
         eps, model = self._model.config.norm_eps, self._model
         layers: Any = model.layers
-        x_BD: Tensor = model.token_embeddings(ids_B)
+        x_BD = model.embed(ids_B)
         for layer, keys, values in zip(layers, self._cache.keys, self._cache.values, strict=True):
             attn, ffn = layer.attn, layer.ffn
             qkv = matmul(x_BD, attn.qkv, norm_weight=layer.ln1.weight, eps=eps, bias=attn.qkv_bias)
@@ -272,7 +280,7 @@ def can_use_triton(model: TransformerLM) -> bool:
     """Return whether the kernels have the options of ``model``, and work here."""
     head = model.head_weight
     has_dtype = head.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return model.config.has_llama_blocks and has_dtype and _works(head.device, head.dtype)
+    return not model.config.unusual_options(_OPTIONS) and has_dtype and _works(head.device, head.dtype)
 
 
 @cache

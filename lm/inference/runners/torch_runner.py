@@ -11,11 +11,11 @@ from functools import partial
 from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lm.inference.kv_cache import PAGE_TOKENS, KVCache, Tokens, count_pages
 from lm.model.ops.causal_attention import causal_attention
+from lm.model.ops.windowed_attention import PLAIN, AttentionRule, masked_attention
 from lm.model.transformer import TransformerLM
 
 _QUERY_BLOCK = 256  # queries with one mask: its memory grows with the length, not with its square
@@ -76,19 +76,31 @@ class DecodeAttention:
     pages_BM: Tensor
     positions_B: Tensor
 
-    def __call__(self, q_BH1K: Tensor, k_BG1K: Tensor, v_BG1K: Tensor) -> Tensor:
+    def __call__(self, q_BH1K: Tensor, k_BG1K: Tensor, v_BG1K: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
         """Store the new keys and values, and return the attention (B, H, 1, K)."""
         count = len(q_BH1K)
         page_B = self.pages_BM.gather(1, self.positions_B[:, None] // PAGE_TOKENS).squeeze(1)
         place_B = self.positions_B % PAGE_TOKENS
         self.keys_GPCK[:, page_B, place_B] = k_BG1K.squeeze(-2).transpose(0, 1)
         self.values_GPCK[:, page_B, place_B] = v_BG1K.squeeze(-2).transpose(0, 1)
-        keys_BGSK, values_BGSK = (gather_pages(x, self.pages_BM) for x in (self.keys_GPCK, self.values_GPCK))
-        positions_S = torch.arange(keys_BGSK.shape[2], device=q_BH1K.device)
-        mask_B11S = positions_S <= self.positions_B[:, None, None, None]
+        pages_BM, first_B1 = self._pages_of_window(rule)
+        keys_BGSK, values_BGSK = (gather_pages(x, pages_BM) for x in (self.keys_GPCK, self.values_GPCK))
+        positions_BS = first_B1 * PAGE_TOKENS + torch.arange(keys_BGSK.shape[2], device=q_BH1K.device)
+        mask_B11S = rule.allows(self.positions_B[:, None], positions_BS)[:, None, None]
         # The queries that share a key and value head are one more axis: no copy of the keys for each head.
         grouped_q = q_BH1K.view(count, k_BG1K.shape[1], -1, q_BH1K.shape[-1])
-        return F.scaled_dot_product_attention(grouped_q, keys_BGSK, values_BGSK, mask_B11S).view(q_BH1K.shape)
+        return masked_attention(grouped_q, keys_BGSK, values_BGSK, mask_B11S, rule.softcap).view(q_BH1K.shape)
+
+    def _pages_of_window(self, rule: AttentionRule) -> tuple[Tensor, Tensor]:
+        """Return the pages of each sequence with the tokens of its window, and the number (B, 1) of the first. As many
+        for all, whatever their positions: a CUDA graph has fixed shapes."""
+        width = self.pages_BM.shape[1]
+        num_pages = width if rule.window is None else min(width, count_pages(rule.window) + 1)
+        first_B1 = torch.zeros_like(self.positions_B)[:, None]
+        if num_pages == width or rule.window is None:
+            return self.pages_BM, first_B1
+        first_B1 = ((self.positions_B[:, None] - rule.window + 1) // PAGE_TOKENS).clamp(0, width - num_pages)
+        return self.pages_BM.gather(1, first_B1 + torch.arange(num_pages, device=first_B1.device)), first_B1
 
 
 @dataclass(frozen=True)
@@ -133,25 +145,40 @@ class _NewTokens:
 
 
 def _attend_whole(
-    new: _NewTokens, keys_GPCK: Tensor, values_GPCK: Tensor, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor
+    new: _NewTokens,
+    keys_GPCK: Tensor,
+    values_GPCK: Tensor,
+    q_BHTK: Tensor,
+    k_BGTK: Tensor,
+    v_BGTK: Tensor,
+    rule: AttentionRule = PLAIN,
 ) -> Tensor:
     """Return the attention of sequences from their beginning. Their keys and values enter the cache."""
     new.store(keys_GPCK, k_BGTK)
     new.store(values_GPCK, v_BGTK)
-    return causal_attention(q_BHTK, k_BGTK, v_BGTK)
+    return causal_attention(q_BHTK, k_BGTK, v_BGTK, rule)
 
 
 def _attend_suffix(
-    new: _NewTokens, keys_GPCK: Tensor, values_GPCK: Tensor, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor
+    new: _NewTokens,
+    keys_GPCK: Tensor,
+    values_GPCK: Tensor,
+    q_BHTK: Tensor,
+    k_BGTK: Tensor,
+    v_BGTK: Tensor,
+    rule: AttentionRule = PLAIN,
 ) -> Tensor:
     """Return the attention of tokens that continue sequences. Their keys and values enter the cache."""
     new.store(keys_GPCK, k_BGTK)
     new.store(values_GPCK, v_BGTK)
     keys_BGSK, values_BGSK = new.gather(keys_GPCK), new.gather(values_GPCK)
     positions_S = torch.arange(keys_BGSK.shape[2], device=keys_BGSK.device)
-    has_groups = q_BHTK.shape[1] > k_BGTK.shape[1]
     outputs = []
     for q, positions in zip(q_BHTK.split(_QUERY_BLOCK, -2), new.positions_BT.split(_QUERY_BLOCK, -1), strict=True):
-        mask = positions_S <= positions[:, None, :, None]  # (B, 1, block, S)
-        outputs.append(F.scaled_dot_product_attention(q, keys_BGSK, values_BGSK, mask, enable_gqa=has_groups))
+        mask = rule.allows(positions[:, None, :, None], positions_S)  # (B, 1, block, S)
+        seen = slice(0, None)
+        if rule.window is not None:  # the keys of a window of any of the sequences
+            seen = slice(max(0, int(positions.min()) - rule.window + 1), int(positions.max()) + 1)
+        keys, values = keys_BGSK[..., seen, :], values_BGSK[..., seen, :]
+        outputs.append(masked_attention(q, keys, values, mask[..., seen], rule.softcap))
     return torch.cat(outputs, -2)

@@ -42,6 +42,7 @@ class Network(NamedTuple):
     d_ff: int
     vocab_size: int
     eps: float
+    residual_multiplier: float  # of what a sublayer adds
 
 
 class Step(NamedTuple):
@@ -165,15 +166,16 @@ def _gate(w1: Matrix, w3: Matrix, normed: Floats, step: Step, phase: int) -> int
 
 
 @fastmath_helper
-def _add_matmul(matrix: Matrix, inputs: Floats, step: Step, phase: int) -> int:
-    """Compute a phase: add the matmul of ``inputs`` (rows, columns) with a matrix to the residual stream."""
-    x, change, size = step.x, step.change, matrix.outputs
+def _add_matmul(matrix: Matrix, inputs: Floats, factor: float, step: Step, phase: int) -> int:
+    """Compute a phase: add ``factor`` times the matmul of ``inputs`` (rows, columns) with a matrix to the residual
+    stream."""
+    x, change, size, multiplier = step.x, step.change, matrix.outputs, np.float32(factor)
     first, last = _take(step, phase, size)
     while first < last:
         matmul_rows(matrix, inputs, step.tokens, first, last, change)
         for token in range(step.tokens):
             for at in range(token * size + first, token * size + last):
-                write(x, at, read(x, at) + read(change, at))
+                write(x, at, read(x, at) + multiplier * read(change, at))
         first, last = _finish(step, phase, size)
     return _wait(step, phase, size)
 
@@ -197,13 +199,13 @@ def run_step(network: Network, cache: CacheArrays, step: Step, normed: Floats, s
         phase = _store(network, layer, cache, step, phase)
         phase = _attend(network, layer, cache, step, phase, scratch)
         matrix = _after(matrix, d_model, q_width)
-        phase = _add_matmul(matrix, step.attended, step, phase)
+        phase = _add_matmul(matrix, step.attended, network.residual_multiplier, step, phase)
         _normalize(network, 2 * layer + ONE, step, phase, normed)
         w1 = _after(matrix, d_ff, d_model)
         w3 = _after(w1, d_ff, d_model)
         phase = _gate(w1, w3, normed, step, phase)
         matrix = _after(w3, d_model, d_ff)
-        phase = _add_matmul(matrix, step.gate, step, phase)
+        phase = _add_matmul(matrix, step.gate, network.residual_multiplier, step, phase)
     if step.has_logits:
         _normalize(network, 2 * network.num_layers, step, phase, normed)
         matrix = _after(matrix, network.vocab_size, d_model)

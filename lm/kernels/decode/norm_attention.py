@@ -21,15 +21,21 @@ ZERO, ONE = np.int64(0), np.int64(1)  # not literals: numba would compile a help
 
 
 class AttentionLayer(NamedTuple):
-    """Shape and parameters of the attention of one layer, or of several layers of one shape."""
+    """Shape and parameters of the attention of one layer, or of several layers of one shape.
+
+    A new token attends to as many tokens as the window of its layer has, itself included.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     norm_weights: Floats  # (layers, 2, K): QK-norm of queries and of keys; empty without it
     eps: float
-    cos: Floats  # (length, K / 2): rotary positions; empty without them
+    scale: float  # of the products of queries and keys
+    cos: Floats  # (tables, length, K / 2): rotary positions; empty without them
     sin: Floats
+    table_starts: Int64s  # (layers,): index of a layer's table in cos and sin, -1 if it has no rotary positions
+    windows: Int64s  # (layers,)
 
 
 class CacheArrays(NamedTuple):
@@ -77,7 +83,7 @@ def _rotate_head(
 ) -> None:
     """Write the query or key ``x[start : start + K]`` to ``out[out_start:]``, with QK-norm and rotary position."""
     head_dim, norm_weights, cos, sin = layer.head_dim, layer.norm_weights, layer.cos, layer.sin
-    weight_start = norm_row * head_dim
+    weight_start, table = norm_row * head_dim, read(layer.table_starts, norm_row // 2)
     scale = _rms_scale(x, start, head_dim, layer.eps) if len(norm_weights) else np.float32(1)
     half = head_dim // 2
     for i in range(half):
@@ -85,8 +91,8 @@ def _rotate_head(
         if len(norm_weights):
             even *= read(norm_weights, weight_start + 2 * i)
             odd *= read(norm_weights, weight_start + 2 * i + 1)
-        if len(cos):
-            c, s = read(cos, position * half + i), read(sin, position * half + i)
+        if table >= 0:
+            c, s = read(cos, table + position * half + i), read(sin, table + position * half + i)
             even, odd = even * c - odd * s, even * s + odd * c
         write_float(out, out_start + 2 * i, even)
         write_float(out, out_start + 2 * i + 1, odd)
@@ -130,18 +136,26 @@ def _prefetch(stored: Stored, start: int, size: int) -> None:
 
 
 @fastmath_helper
+def _first_key(layer: AttentionLayer, number: int, cache: CacheArrays, token: int) -> int:
+    """Return the position of the first key that a token attends to."""
+    return max(cache.positions[token] - read(layer.windows, number) + ONE, ZERO)
+
+
+@fastmath_helper
 def _score_keys(
     layer: AttentionLayer, number: int, cache: CacheArrays, token: int, kv_head: int, scratch: Floats
 ) -> None:
-    """Write the scores of a token's queries of a group and keys 0 to its position; see :func:`attend`."""
+    """Write the scores of a token's queries of a group and the keys of its window; see :func:`attend`."""
     head_dim, last_page = layer.head_dim, cache.positions[token] // _PAGE
     group, num_used = layer.heads // layer.kv_heads, cache.positions[token] % _PAGE + 1
-    largest = 2 * group * head_dim
+    first_key = _first_key(layer, number, cache, token)
+    first_page, num_hidden = first_key // _PAGE, first_key % _PAGE
+    num_pages, largest = last_page + 1 - first_page, 2 * group * head_dim
     for head in range(group):
         write(scratch, largest + head, np.float32(-np.inf))
     size = _PAGE * head_dim
-    start = first = _page_start(layer, number, cache, token, ZERO, kv_head)
-    for page in range(last_page + 1):
+    start = first = _page_start(layer, number, cache, token, first_page, kv_head)
+    for page in range(first_page, last_page + 1):
         next_start = _page_start(layer, number, cache, token, min(page + 1, last_page), kv_head)
         if page == last_page:
             _prefetch(cache.values, first, size)
@@ -149,8 +163,12 @@ def _score_keys(
             _prefetch(cache.keys, next_start, size)
         count = num_used if page == last_page else _PAGE
         for head in range(group):
-            place = largest + group + (head * (last_page + 1) + page) * _PAGE
+            place = largest + group + (head * num_pages + page - first_page) * _PAGE
             found = score_page(cache.keys, start, scratch, head * head_dim, head_dim, count, scratch, place)
+            if page == first_page and num_hidden > 0:  # a hidden key may have the largest score
+                found = np.float32(-np.inf)
+                for i in range(num_hidden, count):
+                    found = max(found, read(scratch, place + i))
             write(scratch, largest + head, max(found, read(scratch, largest + head)))
         start = next_start
 
@@ -159,32 +177,36 @@ def _score_keys(
 def _sum_values(
     layer: AttentionLayer, number: int, cache: CacheArrays, token: int, kv_head: int, scratch: Floats
 ) -> None:
-    """Write the sums of values 0 to the position, weighted by exp(score − largest), and the sums of the weights."""
+    """Write the sums of the values of the window, weighted by exp(score − largest), and the sums of the weights."""
     head_dim, last_page = layer.head_dim, cache.positions[token] // _PAGE
     group, num_used = layer.heads // layer.kv_heads, cache.positions[token] % _PAGE + 1
-    sums, largest = group * head_dim, 2 * group * head_dim
+    first_key = _first_key(layer, number, cache, token)
+    first_page, num_hidden = first_key // _PAGE, first_key % _PAGE
+    num_pages, sums, largest = last_page + 1 - first_page, group * head_dim, 2 * group * head_dim
     for i in range(sums, largest):
         write(scratch, i, np.float32(0))
     for head in range(group):
-        weights, shift = largest + group + head * (last_page + 1) * _PAGE, read(scratch, largest + head)
+        weights, shift = largest + group + head * num_pages * _PAGE, read(scratch, largest + head)
         total = np.float32(0)
-        for at in range(weights, weights + cache.positions[token] + 1):
+        for at in range(weights + num_hidden, weights + cache.positions[token] - first_page * _PAGE + 1):
             weight = exp(read(scratch, at) - shift)
             write(scratch, at, weight)
             total += weight
         write(scratch, largest + head, total)
     size = _PAGE * head_dim
-    start = first = _page_start(layer, number, cache, token, ZERO, kv_head)
-    for page in range(last_page + 1):
+    start = first = _page_start(layer, number, cache, token, first_page, kv_head)
+    for page in range(first_page, last_page + 1):
         next_start = _page_start(layer, number, cache, token, min(page + 1, last_page), kv_head)
         if page == last_page:
             _prefetch(cache.keys, first + cache.num_pages * size, size)  # of the next head
         elif next_start != start + size:
             _prefetch(cache.values, next_start, size)
         count = num_used if page == last_page else _PAGE
+        skipped = num_hidden if page == first_page else ZERO
+        value = start + skipped * head_dim
         for head in range(group):
-            place = largest + group + (head * (last_page + 1) + page) * _PAGE
-            add_page(cache.values, start, scratch, place, count, head_dim, scratch, sums + head * head_dim)
+            place = largest + group + (head * num_pages + page - first_page) * _PAGE + skipped
+            add_page(cache.values, value, scratch, place, count - skipped, head_dim, scratch, sums + head * head_dim)
         start = next_start
 
 
@@ -214,7 +236,7 @@ def attend_head(
     first = kv_head * group
     for head in range(group):
         _rotate_head(layer, qkv, start + (first + head) * head_dim, 2 * number, position, scratch, head * head_dim)
-    scale = np.float32(1 / math.sqrt(head_dim))
+    scale = np.float32(layer.scale)
     for i in range(group * head_dim):
         write(scratch, i, read(scratch, i) * scale)
     _score_keys(layer, number, cache, token, kv_head, scratch)

@@ -1,7 +1,9 @@
 """Causal attention, and the backends that compute it: a choice of this machine, not of the model.
 
 A backend maps queries (B, H, T, K) and keys and values (B, G, T, K) to (B, H, T, K); H / G consecutive query heads
-share a key and value head. The plain reference is :func:`lm.model.functional.scaled_dot_product_attention`.
+share a key and value head. Its fourth argument is an :class:`lm.model.ops.windowed_attention.AttentionRule`; with any
+but the plain one, all but the reference run that module. The plain reference is
+:func:`lm.model.functional.scaled_dot_product_attention`.
 Shapes: B batch, H query heads, G key and value heads, T tokens, K head_dim, N = B · H.
 """
 
@@ -14,13 +16,14 @@ from torch import Tensor
 from lm.common.execution import AttentionForm
 from lm.model.functional import scaled_dot_product_attention
 from lm.model.ops.flash_attention import flash_attention, load_kernels
+from lm.model.ops.windowed_attention import PLAIN, AttentionRule, masked_attention, windowed_attention
 
 _HAS_CPU_BFLOAT16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 _BLOCK_QUERIES = 256  # a block also computes scores above the diagonal; few queries waste few of them
 _BLOCK_SCORES = 1 << 19  # attention scores of a block: in bfloat16 they and their gradients fit a CPU's cache
 
 
-def choose_attention(form: AttentionForm, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def choose_attention(form: AttentionForm, device: torch.device) -> Callable[..., Tensor]:
     """Return the function of an attention backend for tensors on ``device``.
 
     Raises UserError if ``form`` is ``flash`` and Triton is not installed, on a GPU.
@@ -32,41 +35,51 @@ def choose_attention(form: AttentionForm, device: torch.device) -> Callable[[Ten
     if form == "flash":
         if device.type == "cuda":
             load_kernels()  # fails now rather than in the first step
-        return flash_attention
+        return _flash_attention
     # On GPUs this is torch's own, cuDNN's on an H200. Ours is faster than torch's flash kernel there, but was not
     # measured beside cuDNN's; see benchmarks/GPU.md.
     return causal_attention
 
 
-def causal_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+def causal_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
     """Return ``softmax(q kᵀ / sqrt(K)) v`` with a causal mask: (B, H, T, K).
 
     Short bfloat16 sequences on a CPU run as blocks of bfloat16 matmuls, which torch's fused attention does not use
     there. Everything else runs on torch's ``scaled_dot_product_attention``.
     """
     is_cpu_bfloat16 = q_BHTK.device.type == "cpu" and q_BHTK.dtype == torch.bfloat16 and _HAS_CPU_BFLOAT16
-    if not is_cpu_bfloat16 or q_BHTK.shape[-2] > 1024:  # at 2048 torch's attention is as fast
-        return sdpa_attention(q_BHTK, k_BGTK, v_BGTK)
+    is_plain = rule.is_plain(q_BHTK.shape[-2])
+    if not is_plain or not is_cpu_bfloat16 or q_BHTK.shape[-2] > 1024:  # at 2048 torch's attention is as fast
+        return sdpa_attention(q_BHTK, k_BGTK, v_BGTK, rule)
     k_BHTK, v_BHTK = _repeat_kv_heads(q_BHTK, k_BGTK, v_BGTK)
     out_NTK: Tensor = blocked_causal_attention(*(x.reshape(-1, *x.shape[-2:]) for x in (q_BHTK, k_BHTK, v_BHTK)))
     return out_NTK.view(q_BHTK.shape)
 
 
-def sdpa_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+def sdpa_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
     """Return causal attention by torch's ``scaled_dot_product_attention``."""
+    if not rule.is_plain(q_BHTK.shape[-2]):
+        return windowed_attention(q_BHTK, k_BGTK, v_BGTK, rule)
     has_groups = q_BHTK.shape[-3] > k_BGTK.shape[-3]
     return F.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTK, is_causal=True, enable_gqa=has_groups)
 
 
-def reference_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+def _flash_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
+    """Return causal attention by FlashAttention, which has no windows and no soft-cap."""
+    if not rule.is_plain(q_BHTK.shape[-2]):
+        return windowed_attention(q_BHTK, k_BGTK, v_BGTK, rule)
+    return flash_attention(q_BHTK, k_BGTK, v_BGTK)
+
+
+def reference_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
     """Return causal attention by the plain reference. Memory grows with T²."""
-    length = q_BHTK.shape[-2]
-    mask_TT = torch.ones(length, length, dtype=torch.bool, device=q_BHTK.device).tril()
+    positions_T = torch.arange(q_BHTK.shape[-2], device=q_BHTK.device)
+    mask_TT = rule.allows(positions_T[:, None], positions_T)
     k_BHTK, v_BHTK = _repeat_kv_heads(q_BHTK, k_BGTK, v_BGTK)
-    return scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, mask_TT)
+    return scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, mask_TT, rule.softcap)
 
 
-def make_segment_attention(segment_ids_BT: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def make_segment_attention(segment_ids_BT: Tensor) -> Callable[..., Tensor]:
     """Return causal attention within segments, for rows that hold several examples; int ``segment_ids``.
 
     A token attends to itself and to the tokens before it with the same segment id. Use it in each layer of a model.
@@ -74,10 +87,11 @@ def make_segment_attention(segment_ids_BT: Tensor) -> Callable[[Tensor, Tensor, 
     length = segment_ids_BT.shape[-1]
     is_same = segment_ids_BT[:, None, :, None] == segment_ids_BT[:, None, None, :]
     mask_B1TT = is_same & is_same.new_ones(length, length).tril()
+    positions_T = torch.arange(length, device=segment_ids_BT.device)
 
-    def attend(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-        has_groups = q_BHTK.shape[-3] > k_BGTK.shape[-3]
-        return F.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTK, mask_B1TT, enable_gqa=has_groups)
+    def attend(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
+        is_allowed = mask_B1TT if rule.window is None else mask_B1TT & rule.allows(positions_T[:, None], positions_T)
+        return masked_attention(q_BHTK, k_BGTK, v_BGTK, is_allowed, rule.softcap)
 
     return attend
 

@@ -11,7 +11,7 @@ from lm.checkpoint.gguf import GGUFType, save_gguf
 from lm.checkpoint.hugging_face import save_hugging_face
 from lm.common.errors import UserError
 from lm.data.chat_template import END_TOKEN, add_chat_tokens, make_jinja_template
-from lm.model.config import ModelConfig, MoEConfig, RopeScaling
+from lm.model.config import ModelConfig, MoEConfig, Multipliers, RopeScaling
 from lm.model.transformer import TransformerLM
 from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import END_OF_TEXT
@@ -198,6 +198,21 @@ def test_a_prompt_begins_with_the_begin_token(tmp_path: Path) -> None:
             {"qk_norm": True, "rope_scaling": RopeScaling()},
             "float32",
             "model.qk_norm and model.rope_scaling llama3 cannot be exported",
+        ),
+        ({"rope_scaling": RopeScaling("yarn")}, "float32", "model.rope_scaling yarn cannot be exported"),
+        *(
+            (options, "float32", rf"model\.{next(iter(options))} .* cannot be exported: llama\.cpp supports only")
+            for options in (
+                {"rotary_fraction": 0.5},
+                {"sliding_window": 8},
+                {"global_interval": 2, "global_rope": False},
+                {"qk_norm_per_head": False, "qk_norm": True},
+                {"zero_centered_norm": True},
+                {"attention_softcap": 5.0},
+                {"multipliers": Multipliers(2.0)},
+                {"feed_forward": "geglu"},
+                {"norm_placement": "sandwich"},
+            )
         ),
     ],
 )

@@ -31,6 +31,7 @@ from tests.helpers.llamas import (
     UNGROUPED,
     assert_same_logits,
     assert_same_weights,
+    changed_config,
     make_exported,
     make_transformers_llama,
     meta_weights,
@@ -271,15 +272,6 @@ def test_older_files_are_loaded(tmp_path: Path) -> None:
         load_hugging_face(tmp_path)
 
 
-def changed_config(**changes: Any) -> Callable[[Path], None]:
-    def change(directory: Path) -> None:
-        content = json.loads((directory / "config.json").read_text()) | changes
-        content = {name: value for name, value in content.items() if value != "absent"}
-        (directory / "config.json").write_text(json.dumps(content))
-
-    return change
-
-
 def changed_tensors(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
     def write(directory: Path) -> None:
         tensors = load_file(directory / "model.safetensors")
@@ -315,22 +307,14 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         (changed_config(mlp_bias=True), "mlp_bias True"),
         (changed_config(head_dim=15), "model.head_dim 15, must be an even whole number"),
         (changed_config(head_dim="16"), "head_dim is '16'; it must be a whole number"),
-        (changed_config(rope_parameters={"rope_type": "yarn", "factor": 8.0}), "rope_type 'yarn'"),
-        (changed_config(rope_parameters="absent", rope_scaling={"type": "dynamic"}), "type 'dynamic'"),
+        (changed_config(rope_parameters={"rope_type": "proportional"}), "rope_type 'proportional'"),
+        (changed_config(rope_parameters="absent", rope_scaling={"type": "ntk"}), "type 'ntk'"),
         (changed_config(rope_parameters={"rope_type": "linear"}), "factor is missing; rope_type 'linear' needs it"),
         (
             changed_config(rope_parameters={"rope_type": "llama3", "factor": 8.0}),
             "low_freq_factor is missing; rope_type 'llama3' needs it",
         ),
         (changed_config(rope_parameters={"rope_type": "linear", "factor": "2"}), "factor is '2'"),
-        (
-            changed_config(model_type="mistral", sliding_window=63),
-            "sliding_window 63 is below the context of 64 tokens",
-        ),
-        (
-            changed_config(model_type="mistral", max_position_embeddings=4097),
-            "sliding_window 4,096 is below the context of 4,097 tokens",
-        ),
         (changed_config(model_type="qwen2", use_sliding_window=True), "use_sliding_window True is not supported"),
         (
             changed_config(model_type="qwen2"),

@@ -271,6 +271,12 @@ def test_an_adapter_of_another_base_is_refused_by_its_digest(tmp_path: Path) -> 
         load_any_model(directory)
 
 
+def test_an_adapter_of_fused_matrices_is_not_written(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", replace(LLAMA, rotary_fraction=0.5))  # a Phi-3
+    with pytest.raises(UserError, match=r"Phi3 holds several matrices as one.*--fuse_adapter"):
+        write_adapter(tmp_path / "adapter", adapt(base), base)
+
+
 def test_an_adapter_on_an_adapter_of_peft_is_refused(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base")
     first, second = (write_adapter(tmp_path / name, adapt(base), base) for name in ("first", "second"))

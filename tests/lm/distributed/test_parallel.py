@@ -29,6 +29,8 @@ def test_two_processes_have_the_weights_of_one(tmp_path: Path) -> None:
     # With AdamW a gradient that is missing in the first step is seen for long.
     cases = [Case(kind, is_tied=True, optimizer="muon", steps=4) for kind in KINDS]
     cases += [Case(kind, optimizer="adamw", steps=4, is_compiled=True) for kind in KINDS]
+    cases += [Case("fsdp", steps=4, options="gemma"), Case("fsdp", steps=4, options="olmo2")]
+    cases += [Case("fsdp", steps=4, options="experts"), Case("zero2", steps=4, options="experts")]
     check_weights_and_figures(tmp_path, cases, 2, 1e-4)
 
 

@@ -24,6 +24,7 @@ def test_two_processes_have_the_weights_of_one(tmp_path: Path) -> None:
         Case("1f1b", has_qk_norm=True),
         Case("1f1b", is_tied=True, num_kv_heads=2, has_checkpointing=True, batches_per_step=2),
         Case("gpipe", is_double=False, optimizer="torch.AdamW"),
+        Case("1f1b", is_tied=True, is_gemma=True),
     ]
     check_cases(tmp_path, cases, 2)
 

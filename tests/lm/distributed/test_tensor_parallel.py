@@ -35,6 +35,7 @@ def test_two_processes_have_the_weights_of_one(tmp_path: Path) -> None:
         Case("tensor", is_tied=True, num_kv_heads=4, logit_softcap=3.0, has_checkpointing=True),
         Case("tensor", is_double=False, optimizer="torch.AdamW"),
         Case("tensor", optimizer="muon", has_found_inf=True),
+        Case("tensor", is_gemma=True, has_qk_norm=True),
     ]
     check_cases(tmp_path, cases, 2)
 
@@ -58,6 +59,10 @@ def test_four_processes_have_the_weights_of_one(tmp_path: Path, is_double: bool)
     ("fields", "message"),
     [
         ({}, "model.num_heads 4 cannot be divided among 3 processes"),
+        (
+            {"qk_norm": True, "qk_norm_per_head": False},
+            "qk_norm_per_head false cannot be divided by tensor",
+        ),
         ({"num_heads": 6, "num_kv_heads": 2}, "model.num_kv_heads 2 cannot be divided among 3 processes"),
         ({"num_heads": 6}, "model.d_ff 64 cannot be divided among 3 processes"),
         ({"num_heads": 6, "d_ff": 48, "vocab_size": 4}, "model.vocab_size 4 is too small"),

@@ -24,6 +24,18 @@ TINY = ModelConfig(vocab_size=50, context_length=12, d_model=24, num_layers=3, n
 XL = ModelConfig(vocab_size=50257, context_length=1024, d_model=1600, num_layers=48, num_heads=25, d_ff=6400)
 
 
+def test_flops_of_windows_by_hand() -> None:
+    """Of the keys that queries see: 1, 2, …, 300, 300, … in two blocks with a window, 1, 2, 3, … in the global one."""
+    plain = replace(TINY, context_length=1200)
+    windowed = replace(plain, sliding_window=300, global_interval=3)
+    keys = [sum(min(query, window) for query in range(1, 1201)) for window in (300, 1200)]
+    # A multiplication and an addition, for the score and for the sum of values.
+    saved = 2 * 2 * 24 * 2 * (keys[1] - keys[0]) / 1200
+    difference = flops_per_token(plain, training=False) - flops_per_token(windowed, training=False)
+    assert difference == pytest.approx(saved, rel=0.01)
+    assert flops_per_token(replace(TINY, sliding_window=12)) == flops_per_token(TINY)
+
+
 @examples(20)
 @given(
     vocab=st.integers(1, 200),
@@ -33,8 +45,8 @@ XL = ModelConfig(vocab_size=50257, context_length=1024, d_model=1600, num_layers
     d_ff=st.integers(1, 50),
     variant=st.fixed_dictionaries(
         {
-            "feed_forward": st.sampled_from(["swiglu", "silu", "relu2"]),
-            "norm_placement": st.sampled_from(["pre", "post", "none"]),
+            "feed_forward": st.sampled_from(["swiglu", "geglu", "silu", "relu2"]),
+            "norm_placement": st.sampled_from(["pre", "post", "none", "output", "sandwich"]),
             "qk_norm": st.booleans(),
             "qkv_bias": st.booleans(),
             "tied_embeddings": st.booleans(),

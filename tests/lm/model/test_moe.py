@@ -57,7 +57,10 @@ def reference_moe(x: Tensor, moe: MoE, weights: dict[str, Tensor], form: Form) -
     if moe.shared is not None:
         shared = weights["shared.w1.weight"][None], weights["shared.w2.weight"][None]
         gate = weights["shared.w3.weight"][None] if form == "swiglu" else None
-        out = out + functional.mix_experts(x, torch.ones_like(x[:, :1]), *shared, gate, activation)
+        gates = torch.ones_like(x[:, :1])
+        if moe.shared_gate is not None:
+            gates = 1 / (1 + torch.exp(-x @ weights["shared_gate.weight"].T))
+        out = out + functional.mix_experts(x, gates, *shared, gate, activation)
     return out
 
 
@@ -88,6 +91,7 @@ def test_forward_and_backward_equal_a_loop_over_experts(
         top_k,
         d_expert=10,
         num_shared_experts=shared,
+        shared_gate=shared == 2,
         affinity=affinity,
         normalized_gates=normalized and top_k > 1,
         bias_update_rate=0.1 if has_bias else 0.0,

@@ -25,7 +25,7 @@ from lm.kernels.decode import norm_attention
 from lm.kernels.jit import Stored, kernel
 from lm.kernels.simd import read_float, write_float
 from lm.model.attention import MultiHeadSelfAttention
-from lm.model.config import ModelConfig
+from lm.model.config import ModelConfig, Multipliers
 from lm.model.linear import Linear
 from lm.model.norm import RMSNorm
 from lm.model.rope import RotaryEmbedding
@@ -44,6 +44,8 @@ from tests.helpers.tensors import dequantize
     rope=st.booleans(),
     qk_norm=st.booleans(),
     qkv_bias=st.booleans(),
+    window=st.one_of(st.none(), st.integers(1, 40)),
+    multiplier=st.sampled_from([None, 0.3]),
     is_threaded=st.booleans(),
     seed=st.integers(0, 99),
 )
@@ -58,6 +60,8 @@ def test_attention_kernel_equals_the_layer(
     rope: bool,
     qk_norm: bool,
     qkv_bias: bool,
+    window: int | None,
+    multiplier: float | None,
     is_threaded: bool,
     seed: int,
 ) -> None:
@@ -72,9 +76,10 @@ def test_attention_kernel_equals_the_layer(
         num_kv_heads=kv_heads,
         qk_norm=qk_norm,
         qkv_bias=qkv_bias,
+        multipliers=Multipliers(attention=multiplier) if multiplier else None,
         position_encoding="rope" if rope else "none",
     )
-    layer = MultiHeadSelfAttention(config, rotary, dtype=dtype).requires_grad_(False)
+    layer = MultiHeadSelfAttention(config, rotary, dtype=dtype, window=window).requires_grad_(False)
     for norm in (layer.q_norm, layer.k_norm):
         for weight in norm.parameters():
             weight.copy_(torch.rand(width) + 0.5)

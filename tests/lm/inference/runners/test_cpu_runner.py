@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from lm.inference.runners.cpu_runner import CpuRunner
 from lm.inference.runners.runner import prepare_for_inference
 from lm.inference.runners.torch_runner import TorchRunner
 from lm.kernels.decode import fused_step
-from lm.model.config import ModelConfig, MoEConfig
+from lm.model.config import ModelConfig, MoEConfig, Multipliers
 from lm.model.transformer import TransformerLM
 from tests.helpers.examples import examples
 from tests.helpers.generating import make_model, random_cache
@@ -65,17 +65,30 @@ def check(model: TransformerLM, prepared: TransformerLM, rows: int, tolerance: f
     vocab_size=st.integers(1, 60),
     qk_norm=st.booleans(),
     qkv_bias=st.booleans(),
-    position_encoding=st.sampled_from(["rope", "none"]),
+    more=st.sampled_from(
+        [
+            {"position_encoding": "none"},
+            {"rotary_fraction": 0.67},  # with heads 2 wide, 1 dimension
+            {"global_rope": False, "global_interval": 2, "num_layers": 2},
+            {"global_rope": False, "global_interval": 2, "num_layers": 3},
+            {"sliding_window": 1},
+            {"sliding_window": 7, "global_interval": 2, "num_layers": 3, "local_rope_theta": 20.0},
+            {"sliding_window": 16, "zero_centered_norm": True},
+            {"sliding_window": 17, "multipliers": Multipliers(3.0, 0.3, 0.6, 4.0)},
+            {},
+        ]
+    ),
     tied_embeddings=st.booleans(),
     logit_softcap=st.sampled_from([0.0, 3.0]),
     threads=st.sampled_from([1, 2, 5]),
     seed=st.integers(0, 99),
 )
 def test_a_decode_step_equals_torch(
-    rows: int, kv_heads: int, group: int, threads: int, seed: int, **options: Any
+    rows: int, kv_heads: int, group: int, more: dict[str, Any], threads: int, seed: int, **options: Any
 ) -> None:
     torch.manual_seed(seed)
-    model = random_model(num_kv_heads=kv_heads, num_heads=kv_heads * group, **options)
+    assume("rotary_fraction" not in more or options["head_dim"] == 6)
+    model = random_model(num_kv_heads=kv_heads, num_heads=kv_heads * group, **options | more)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_runner, "_MIN_BYTES_FOR_THREADS", 0)
         patch.setattr(torch, "get_num_threads", lambda: threads)
