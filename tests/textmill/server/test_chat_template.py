@@ -4,12 +4,14 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fastapi.testclient import TestClient
 
+from lm.checkpoint.external import load_external
 from lm.data.chat_template import add_chat_tokens, encode_chat_prompt
 from lm.inference.chat_format import PLAIN_NOTICE
 from lm.inference.generation_request import Generation
@@ -18,6 +20,7 @@ from lm.tokenizer.chat_settings import ChatSettings
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.generating import LoadedModel, fixed_model, make_model
 from tests.helpers.llamas import make_dialog
+from tests.helpers.published_chat import DIALOGS, answer_by_transformers, save_qwen
 from tests.helpers.tokenizers import bytes_tokenizer
 from textmill.cli import tools
 from textmill.cli.main import main
@@ -172,3 +175,15 @@ def test_variables_of_a_request_reach_the_template(generations: list[Generation]
     with open_client(make_model(TEMPLATE.size, CONTEXT)) as client:
         refused = ask(client, make_dialog("Hi"), chat_template_kwargs={"mood": ":)"}).json()["error"]
     assert refused["message"] == "textmill's own chat template cannot use mood."
+
+
+@pytest.mark.parametrize("dialog", [DIALOGS[0], make_dialog("Hi", "Ho", "déjà 🙂", system="Be kind.")])
+def test_a_served_model_answers_as_in_transformers(dialog: list[Any], tmp_path: Path) -> None:
+    save_qwen(tmp_path)
+    model, tokenizer = load_external(tmp_path)
+    assert isinstance(tokenizer, Tokenizer)
+    expected, last = answer_by_transformers(tmp_path, dialog)
+    with open_client(model, tokenizer) as client:
+        [choice] = ask(client, dialog, temperature=0, max_tokens=30).json()["choices"]
+    assert last in ("<|im_end|>", "\0"), "the ends of its generation_config.json"
+    assert choice["message"]["content"] == expected.removesuffix("\0") and choice["finish_reason"] == "stop"
