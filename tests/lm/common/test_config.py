@@ -47,6 +47,11 @@ EXPECTED = {
         "rope_theta": "(0, inf)",
         "norm_eps": "[0, inf)",
         "logit_softcap": "[0, inf)",
+        "rotary_fraction": "",  # a tiny part of a head has no pair
+        "global_interval": "[2",
+        "sliding_window": "[1",
+        "local_rope_theta": "(0, inf)",
+        "attention_softcap": "[0, inf)",
     },
     "adapter": {"rank": f"[0, {1 << 16}]", "alpha": "(0, inf)", "dropout": "[0, 1)"},
     "train": {
@@ -100,6 +105,8 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "deduplicate.num_hashes": {"num_bands": 1},
     "tokenizer.vocab_size": {"special_tokens": []},
     "model.d_model": {"num_heads": 1},
+    "model.global_interval": {"sliding_window": 1},
+    "model.local_rope_theta": {"global_interval": 2},
     "train.max_lr": {"min_lr": 0},
     "train.min_lr": {"max_lr": sys.float_info.max},
     "train.steps": {"warmup_steps": 0},
