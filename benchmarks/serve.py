@@ -1,12 +1,12 @@
 """Load a server with many streaming clients; count failures and tokens per second, and check its memory.
 
-``python -m benchmarks.serve [--clients 100] [--seconds 60] [--schemas]``. The server is a process with a model of the
-shape of ``stories-cpu`` and random weights. Each client requests one completion after the other, of various lengths,
-and closes every fifth stream before its end. With ``--schemas``, each asks for JSON of a schema of its own, and what
-ends by itself must be valid. The server's metrics are read each second. The memory of the server is measured after a
-quarter of the time and at the end. The last line is JSON. ``left`` is the number of completions that still run two
-seconds after all clients have finished. The exit code is 1 if a request failed, if a completion still runs, or if the
-memory grew by more than a tenth.
+``python -m benchmarks.serve [--clients 100] [--seconds 60] [--warm_up 20] [--schemas]``. The server is a process with a
+model of the shape of ``stories-cpu`` and random weights. Each client requests one completion after the other, of
+various lengths, and closes every fifth stream before its end. With ``--schemas``, each asks for JSON of a schema of its
+own, and what ends by itself must be valid; the caches are then full after two minutes. The server's metrics are read
+each second. The memory of the server is measured after ``--warm_up`` seconds, and ``--seconds`` later, at the end. The
+last line is JSON. ``left`` is the number of completions that still run two seconds after all clients have finished. The
+exit code is 1 if a request failed, if a completion still runs, or if the memory grew by more than a tenth.
 """
 
 import argparse
@@ -138,30 +138,35 @@ def resident_mb(pid: int) -> float:
     return int(listing.stdout) / 1024
 
 
-async def run_clients(url: str, pid: int, clients: int, seconds: float, has_schemas: bool) -> dict[str, Any]:
-    """Run all clients for ``seconds``; return the counts and the memory of the server."""
+async def run_clients(
+    url: str, pid: int, clients: int, seconds: float, warm_up: float, has_schemas: bool
+) -> dict[str, Any]:
+    """Run all clients for ``warm_up`` and ``seconds``; return the counts and the memory of the server."""
     counts = {"whole": 0, "left early": 0, "failed": 0, "events": 0, "scrapes": 0}
     if has_schemas:
         counts |= {"valid": 0, "cut": 0}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
         started = time.monotonic()
-        tasks = [asyncio.ensure_future(client(http, n, started + seconds, counts, has_schemas)) for n in range(clients)]
-        tasks.append(asyncio.ensure_future(scrape_metrics(http, started + seconds, counts)))
-        await asyncio.sleep(seconds / 4)
+        end = started + warm_up + seconds
+        tasks = [asyncio.ensure_future(client(http, n, end, counts, has_schemas)) for n in range(clients)]
+        tasks.append(asyncio.ensure_future(scrape_metrics(http, end, counts)))
+        await asyncio.sleep(warm_up)
         warm = resident_mb(pid)
         await asyncio.gather(*tasks)
         rate = round(counts["events"] / (time.monotonic() - started))
         return {**counts, "events_per_second": rate, "warm_mb": round(warm), "end_mb": round(resident_mb(pid))}
 
 
-def measure(clients: int, seconds: float, has_schemas: bool) -> dict[str, Any]:
+def measure(clients: int, seconds: float, warm_up: float, has_schemas: bool) -> dict[str, Any]:
     """Start a server and load it; return the counts, the memory and the completions that still run."""
     command = [sys.executable, "-m", "benchmarks.serve", "--server"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         output, stdin = cast(TextIO, server.stdout), cast(TextIO, server.stdin)
         port = json.loads(output.readline())["port"]
-        result = asyncio.run(run_clients(f"http://127.0.0.1:{port}", server.pid, clients, seconds, has_schemas))
+        result = asyncio.run(
+            run_clients(f"http://127.0.0.1:{port}", server.pid, clients, seconds, warm_up, has_schemas)
+        )
         time.sleep(2)
         stdin.close()
         return result | json.loads(output.readline())
@@ -176,13 +181,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--warm_up", type=float, default=20)
     parser.add_argument("--schemas", action="store_true", help="each request asks for JSON of a schema of its own")
     parser.add_argument("--server", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.server:
         serve()
         return
-    result = measure(options.clients, options.seconds, options.schemas)
+    result = measure(options.clients, options.seconds, options.warm_up, options.schemas)
     print(json.dumps(result))
     if result["failed"] or result["left"] or memory_has_grown(result):
         sys.exit(1)

@@ -88,7 +88,7 @@ def test_the_server_benchmark_counts_requests(has_schemas: bool) -> None:
         pytest.importorskip(library, reason=f"{library} is not installed")
     from benchmarks import serve
 
-    result = serve.measure(clients=20, seconds=1, has_schemas=has_schemas)
+    result = serve.measure(clients=20, seconds=1, warm_up=0.2, has_schemas=has_schemas)
     assert result["whole"] >= 16 and result["left early"] >= 4, "each client sends at least one request"
     assert result["events"] > 16 * 8
     assert result["failed"] == result["left"] == 0 and result["scrapes"] >= 1
