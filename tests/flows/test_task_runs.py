@@ -11,6 +11,7 @@ from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.context import FlowRunContext
+from prefect.events.worker import EventsWorker
 
 from flows.config import PipelineConfig
 from flows.executor import PrefectExecutor, make_outputs, make_task
@@ -25,6 +26,13 @@ from tests.helpers.pipelines import STAGES, Runner
 from tests.helpers.roots import letters
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def events_reach_this_server() -> None:
+    """Task runs are recorded from events. Prefect sends all events of a process to the server of the first one, also
+    after that server has ended, such as that of an earlier test; so begin again."""
+    EventsWorker.drain_all(timeout=1, at_exit=False)
 
 
 @pytest.mark.slow
