@@ -13,8 +13,15 @@ from itertools import chain
 
 import numpy as np
 
-from lm.kernels.curation.word_hashes import IS_OWN_WORD, IS_REPLACED, WHITESPACE, CharacterTables
-from lm.kernels.jit import UInt32s
+from lm.kernels.curation.normalized_text import (
+    COUNT_BIT,
+    IS_LONG,
+    IS_OWN_WORD,
+    IS_WHITESPACE,
+    LONGEST,
+    CharacterTables,
+)
+from lm.kernels.jit import UInt64s
 
 _HAN = [range(0x3400, 0x4DC0), range(0x4E00, 0xA000), range(0x20000, 0x2F800), range(0x30000, 0x40000)]
 _OWN_WORDS = [
@@ -61,23 +68,38 @@ def normalize_words(text: str) -> str:
 @cache
 def character_tables() -> CharacterTables:
     """Return what becomes of each code point, by the Unicode version of Python. The first call takes about 0.2 s."""
-    codes: UInt32s = np.zeros(sys.maxunicode + 1, np.uint32)
+    entries = _utf8_entries()
     for own_words in _OWN_WORDS:
-        codes[own_words.start : own_words.stop] = IS_OWN_WORD
-    replacements = bytearray()
-    starts: dict[str, int] = {}
+        entries[own_words.start : own_words.stop] |= IS_OWN_WORD
+    long = bytearray()
     points = [*chain(*_MAY_CHANGE)]
     for point, replaced in zip(points, _replace_characters("\0".join(map(chr, points))).split("\0"), strict=True):
-        character = chr(point)
+        character, word = chr(point), replaced.strip()
         if character.isspace():
-            codes[point] = WHITESPACE
-        elif (word := replaced.strip()) != character:
-            start = starts.setdefault(word, len(replacements))
-            if start == len(replacements):
-                replacements += word.encode()
-            is_own_word = IS_OWN_WORD if word != replaced else 0
-            codes[point] = start << 6 | len(word.encode()) << 2 | IS_REPLACED | is_own_word
-    return CharacterTables(codes, np.frombuffer(bytes(replacements) + bytes(64), np.uint8))
+            entries[point] = entries[ord(" ")] | IS_WHITESPACE
+        elif word != character:
+            encoded = word.encode()
+            entry = len(encoded) << COUNT_BIT | (int(IS_OWN_WORD) if word != replaced else 0)
+            if len(encoded) <= LONGEST:
+                entry |= int.from_bytes(encoded, "little")
+            else:
+                entry |= int(IS_LONG) | len(long)
+                long += encoded
+            entries[point] = entry
+    return CharacterTables(entries, np.frombuffer(bytes(long) + bytes(64), np.uint8))
+
+
+def _utf8_entries() -> UInt64s:
+    """Return the entries of all code points as if each stayed as it is: its UTF-8, and the number of bytes."""
+    points = np.arange(sys.maxunicode + 1, dtype=np.uint64)
+    entries: UInt64s = points | np.uint64(1 << COUNT_BIT)
+    for count, begin, lead in ((2, 0x80, 0xC0), (3, 0x800, 0xE0), (4, 0x10000, 0xF0)):
+        rest = points[begin:]
+        text = lead | rest >> 6 * (count - 1)
+        for k in range(1, count):
+            text |= (0x80 | rest >> 6 * (count - 1 - k) & 0x3F) << 8 * k
+        entries[begin:] = text | count << COUNT_BIT
+    return entries
 
 
 @cache

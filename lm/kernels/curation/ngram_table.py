@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lm.kernels.curation.normalized_text import CharacterTables
 from lm.kernels.curation.word_hashes import (
-    CharacterTables,
     WordBlock,
     hash_runs,
     keep_last_words,

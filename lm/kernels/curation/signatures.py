@@ -5,8 +5,8 @@ A shingle is a run of n normalized words. The plain form is in the tests: sets o
 
 import numpy as np
 
+from lm.kernels.curation.normalized_text import CharacterTables
 from lm.kernels.curation.word_hashes import (
-    CharacterTables,
     WordBlock,
     hash_first_words,
     hash_runs,

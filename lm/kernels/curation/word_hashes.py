@@ -9,30 +9,29 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lm.kernels.bpe.scanners.bit_masks import character_at
-from lm.kernels.jit import ALL_BITS, Bytes, Int, Int64s, UInt32s, UInt64s, Word, helper, inlined
-from lm.kernels.simd import first_bit, fold_product, in_range, last_bit, load64, read, write
-
-# An entry of the character table: 0 for a character that stays as it is, or flags, with the start (from bit 6) and the
-# length (bits 2 to 5) of its replacement.
-IS_REPLACED, IS_OWN_WORD = 1, 2  # the second: the character is a word, whatever stands beside it
-WHITESPACE = 0xFFFFFFFF
+from lm.kernels.curation.normalized_text import (
+    IS_LONG,
+    IS_OWN_WORD,
+    IS_WHITESPACE,
+    CharacterTables,
+    NormalizedText,
+    entry_at,
+    make_normalized_text,
+    normalize_text,
+    text_of,
+)
+from lm.kernels.jit import ALL_BITS, Bytes, Int, Int64s, UInt64s, Word, helper, inlined
+from lm.kernels.simd import bit_count, first_bit, fold_product, in_range, last_bit, load64, read, write
 
 SEED, MULTIPLIER, LENGTH_MULTIPLIER = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F
 RUN_MULTIPLIER = 0xBF58476D1CE4E5B9
 _SEED, _MULTIPLIER, _LENGTH_MULTIPLIER, _RUN_MULTIPLIER = map(
     np.uint64, (SEED, MULTIPLIER, LENGTH_MULTIPLIER, RUN_MULTIPLIER)
 )
+_DENSE = 24  # bytes of 64 that are not ASCII: their words are found by normalizing a block
 _LOWER_CASE = np.uint64(0x2020202020202020)
 
 BLOCK_WORDS = 2048  # of a document that are hashed at a time: they stay in the CPU's first cache
-
-
-class CharacterTables(NamedTuple):
-    """What becomes of each character in normalized text."""
-
-    codes: UInt32s  # (0x110000,)
-    replacements: Bytes  # UTF-8 of all replacements, and 64 bytes of padding
 
 
 class WordBlock(NamedTuple):
@@ -42,31 +41,35 @@ class WordBlock(NamedTuple):
     begins: Int64s  # (BLOCK_WORDS,): where the words begin in the data
     ends: Int64s  # (BLOCK_WORDS,)
     runs: UInt64s  # (BLOCK_WORDS,): hashes of the n words from each word on
+    normalized: NormalizedText
 
 
 def make_word_block() -> WordBlock:
     """Return a workspace, for one thread at a time."""
     hashes, runs = (np.zeros(BLOCK_WORDS, np.uint64) for _ in range(2))
     begins, ends = (np.zeros(BLOCK_WORDS, np.int64) for _ in range(2))
-    return WordBlock(hashes, begins, ends, runs)
+    return WordBlock(hashes, begins, ends, runs, make_normalized_text())
 
 
 @inlined
 def _low_bytes(word: Word, n: Int) -> Word:
-    """Return the ``n`` lowest bytes of a word, 0 ≤ n ≤ 8."""
-    return word & (ALL_BITS >> np.uint64(64 - 8 * n)) if n > 0 else np.uint64(0)
+    """Return the ``n`` lowest bytes of a word, n ≥ 1."""
+    return word & (ALL_BITS >> np.uint64(64 - 8 * min(n, 8)))
 
 
 @inlined
-def _hash_ascii(data: Bytes, begin: Int, length: Int) -> Word:
-    """Return the hash of a word of ASCII letters and digits, in lower case."""
-    hashed, position, rest = _SEED, begin, length
-    while rest >= 8:
-        hashed = fold_product(hashed ^ (load64(data, position) | _LOWER_CASE), _MULTIPLIER)
-        position += 8
-        rest -= 8
-    if rest:
-        hashed = fold_product(hashed ^ _low_bytes(load64(data, position) | _LOWER_CASE, rest), _MULTIPLIER)
+def _hash_word(data: Bytes, begin: Int, length: Int, ored: Word) -> Word:
+    """Return the hash of a word, each eight bytes of which are ored with ``ored`` first.
+
+    Words of up to 16 bytes need no branch that depends on their length.
+    """
+    hashed = fold_product(_SEED ^ _low_bytes(load64(data, begin) | ored, length), _MULTIPLIER)
+    second = _low_bytes(load64(data, begin + 8) | ored, max(length - 8, 1))
+    both = fold_product(hashed ^ second, _MULTIPLIER)
+    hashed = both if length > 8 else hashed
+    for done in range(16, length, 8):
+        more = _low_bytes(load64(data, begin + done) | ored, length - done)
+        hashed = fold_product(hashed ^ more, _MULTIPLIER)
     return fold_product(hashed ^ np.uint64(length), _LENGTH_MULTIPLIER)
 
 
@@ -80,36 +83,70 @@ def _next_word(data: Bytes, position: Int, end: Int, tables: CharacterTables) ->
     hashed, chunk, num_bytes, length = _SEED, np.uint64(0), np.int64(0), np.int64(0)
     begin = last = position
     while position < end:
-        point, size = character_at(data, position, end)
-        if size == 0:
-            point, size = 0xFFFD, 1  # a byte that is not valid UTF-8
-        code = np.int64(read(tables.codes, point))
-        if code == WHITESPACE:
+        entry, size = entry_at(data, position, end, tables)
+        if entry & IS_WHITESPACE:
             position += size
             break
-        start, count = (code >> 6, (code >> 2) & 15) if code & IS_REPLACED else (position, size)
-        if code & IS_OWN_WORD and length:
+        if entry & IS_OWN_WORD and length:
             break
+        text, count = text_of(entry)
+        start, left = np.int64(text), count
+        if entry & IS_LONG:
+            text = load64(tables.replacements, start)
         if count and not length:
             begin = position
+        while left > 0:
+            text = _low_bytes(text, left)
+            chunk |= text << np.uint64(8 * num_bytes)
+            num_bytes += min(left, 8)
+            if num_bytes >= 8:
+                hashed = fold_product(hashed ^ chunk, _MULTIPLIER)
+                num_bytes -= 8
+                chunk = text >> np.uint64(8 * (min(left, 8) - num_bytes)) if num_bytes else np.uint64(0)
+            left -= 8
+            if left > 0:
+                text = load64(tables.replacements, start + count - left)
         position += size
         if count:
             last = position
-        for k in range(count):
-            byte = read(tables.replacements, start + k) if code & IS_REPLACED else read(data, start + k)
-            chunk |= np.uint64(byte) << np.uint64(8 * num_bytes)
-            num_bytes += 1
-            if num_bytes == 8:
-                hashed = fold_product(hashed ^ chunk, _MULTIPLIER)
-                chunk, num_bytes = np.uint64(0), np.int64(0)
         length += count
-        if code & IS_OWN_WORD:
+        if entry & IS_OWN_WORD:
             break
     if num_bytes:
         hashed = fold_product(hashed ^ chunk, _MULTIPLIER)
     if length == 0:
         return hashed, position, position, position
     return fold_product(hashed ^ np.uint64(length), _LENGTH_MULTIPLIER), begin, last, position
+
+
+@helper
+def _dense_words(
+    data: Bytes, position: Int, end: Int, tables: CharacterTables, block: WordBlock, count: Int
+) -> tuple[Int, Int]:
+    """Add words as :func:`next_words` does, a buffer of normalized text at most; none if the first one is longer."""
+    text, begins, ends = block.normalized
+    size = normalize_text(data, position, end, tables, block.normalized)
+    begin = np.int64(-1)  # of a word whose end is not found yet
+    for window in range(0, size, 64):
+        spaces = in_range(text, window, 0, 0x20, 0x20)
+        if size - window < 64:
+            spaces &= ~(ALL_BITS << np.uint64(size - window))
+        edges = spaces ^ (spaces << np.uint64(1) | np.uint64(begin < 0))
+        while edges:
+            place = window + first_bit(edges)
+            edges &= edges - np.uint64(1)
+            if begin < 0:
+                begin = place
+                continue
+            if count == BLOCK_WORDS:
+                return count, position
+            write(block.hashes, count, _hash_word(text, begin, place - begin, np.uint64(0)))
+            write(block.begins, count, read(begins, begin))
+            position = read(ends, place)
+            write(block.ends, count, position)
+            count += 1
+            begin = np.int64(-1)
+    return count, position
 
 
 @helper
@@ -143,13 +180,19 @@ def next_words(
                 first, last = first_bit(inside), last_bit(inside)
                 span = (ALL_BITS << np.uint64(first)) & (ALL_BITS >> np.uint64(63 - last))
                 if span & ~inside == 0:
-                    write(block.hashes, count, _hash_ascii(data, position + first, last - first + 1))
+                    write(block.hashes, count, _hash_word(data, position + first, last - first + 1, _LOWER_CASE))
                     write(block.begins, count, position + first)
                     write(block.ends, count, position + last + 1)
                     count += 1
                     advance = stop
                     rest &= ALL_BITS << np.uint64(stop)
                     continue
+            if bit_count(rest & ~ascii_bytes) >= _DENSE:
+                first_word = count
+                count, following = _dense_words(data, position + begin, end, tables, block, count)
+                if count > first_word:
+                    advance = following - position
+                    break
             hashed, word_begin, word_end, following = _next_word(data, position + begin, end, tables)
             if word_end > word_begin:
                 write(block.hashes, count, hashed)
@@ -157,9 +200,9 @@ def next_words(
                 write(block.ends, count, word_end)
                 count += 1
             advance = following - position
-            if stop == 64 or run & ~ascii_bytes:
-                break  # the word ended elsewhere
-            rest &= ALL_BITS << np.uint64(stop)
+            if advance >= 64:
+                break
+            rest &= ALL_BITS << np.uint64(advance)
         position += advance if rest else max(advance, np.int64(min(left, 64)))
     return count, min(position, end)
 

@@ -9,7 +9,8 @@ from lm.eval.problems import Problem, Task, load_task
 from lm.kernels.curation.word_hashes import BLOCK_WORDS
 
 pieces = st.sampled_from(["a", "b", "C", "é", "日", "Σ", " ", "\n", "\u3000", ",", "—", "a b", "“", "\u0301", "x" * 70])
-texts = st.lists(pieces, max_size=20).map("".join)
+dense = st.sampled_from(["щи да Каша, ", "한국어", " 国語で", "豈", "ё́", "ё" * 150, " ", "—", " x", "\u3000ы"])
+texts = st.lists(pieces, max_size=20).map("".join) | st.lists(dense, min_size=5, max_size=40).map("".join)
 PROVERB = "A journey of a thousand miles begins with a single step, and then one more and another."
 
 

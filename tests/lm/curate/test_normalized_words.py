@@ -96,6 +96,11 @@ def test_long_words_and_documents_of_many_blocks() -> None:
 def test_bytes_that_are_not_utf8_do_not_stop_the_kernel() -> None:
     hashes, ends = hash_ngrams(pack_utf8([b"ab \xff\xc3 \xe2\x82"]), 1, has_short=True)
     assert ends.tolist() == [0, 3] and hashes[0] == hash_word("ab")
+    dense = "ёж ".encode() * 20
+    hashes, ends = hash_ngrams(pack_utf8([dense + b"\xc3 \xe2\x82 \xd1( " + dense + b"\xd1"]), 1, has_short=True)
+    damaged = ["\N{REPLACEMENT CHARACTER}" * count for count in (1, 2, 1)]
+    words = ["еж"] * 20 + damaged + ["еж"] * 20 + ["\N{REPLACEMENT CHARACTER}"]
+    assert hashes.tolist() == [hash_word(word) for word in words]
 
 
 def test_the_identity_is_a_digest() -> None:
