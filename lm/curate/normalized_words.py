@@ -91,14 +91,15 @@ def character_tables() -> CharacterTables:
 
 def _utf8_entries() -> UInt64s:
     """Return the entries of all code points as if each stayed as it is: its UTF-8, and the number of bytes."""
-    points = np.arange(sys.maxunicode + 1, dtype=np.uint64)
-    entries: UInt64s = points | np.uint64(1 << COUNT_BIT)
-    for count, begin, lead in ((2, 0x80, 0xC0), (3, 0x800, 0xE0), (4, 0x10000, 0xF0)):
-        rest = points[begin:]
-        text = lead | rest >> 6 * (count - 1)
-        for k in range(1, count):
-            text |= (0x80 | rest >> 6 * (count - 1 - k) & 0x3F) << 8 * k
-        entries[begin:] = text | count << COUNT_BIT
+    entries: UInt64s = np.arange(sys.maxunicode + 1, dtype=np.uint64)
+    entries[:0x80] |= np.uint64(1 << COUNT_BIT)
+    for count, begin, end, lead in ((2, 0x80, 0x800, 0xC0), (3, 0x800, 0x10000, 0xE0), (4, 0x10000, 0x110000, 0xF0)):
+        for start in range(begin, end, 0x4000):  # few at a time: the rest of the table needs no memory beside it
+            points = entries[start : min(start + 0x4000, end)]
+            text = count << COUNT_BIT | lead | points >> 6 * (count - 1)
+            for k in range(1, count):
+                text |= (0x80 | points >> 6 * (count - 1 - k) & 0x3F) << 8 * k
+            points[:] = text
     return entries
 
 
