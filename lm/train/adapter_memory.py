@@ -63,11 +63,11 @@ def predict_adapter_memory(
         for layer in layers
     ]
     element, residual = 2 if has_autocast or is_narrow else 4, 2 if is_narrow else 4
-    width, vocab_size = model_config.d_model, model_config.vocab_size or 0
+    width, vocab_size = model_config.d_model, model_config.vocab_size or 1
     has_checkpointing = execution.activation_checkpointing
     stored = len(layers) * tokens * residual * width if has_checkpointing else sum(blocks)
     activations = stored + tokens * (residual + element) * width  # with the input of the loss, and the gradient of it
-    logits = min(logit_chunk_bytes(device_type), 4 * tokens * vocab_size)
+    logits = logit_chunk_bytes(device_type, tokens, vocab_size)
     if element == 2:
         logits += logits // 2 + (2 * vocab_size * width if residual == 4 else 0)  # the gradient; a copy of the head
     dequantized = 6 * max(o * i for shapes in linear for o, i in shapes.values()) if adapter.dtype == "nf4" else 0

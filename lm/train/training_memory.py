@@ -97,7 +97,7 @@ def predict_training_memory(
     head = 4 * (model_config.vocab_size or 0) * model_config.d_model  # a gradient of the head
     loss_input = tokens * (element + 4) * model_config.d_model  # and the gradient of it
     activations = all_stored + loss_input + copies + head
-    logits = min(logit_chunk_bytes(device_type), 4 * tokens * (model_config.vocab_size or 0))
+    logits = logit_chunk_bytes(device_type, tokens, model_config.vocab_size or 1)
     if is_bfloat16:
         logits += logits + head // 2  # the chunk and its gradient in bfloat16, and a copy of the head
     # The gradients of a block's activations need most memory in its feed-forward network.

@@ -14,6 +14,7 @@ from lm.model.ops.matmul import linear_forward, linear_weight_grad
 
 # float32 logits of a chunk: half of a CPU's cache, or enough work for a GPU.
 _CHUNK_BYTES = {"cpu": 1 << 24, "cuda": 1 << 30}
+_MIN_ROWS = 256  # of a chunk: with fewer, reading a large head takes longer than the products
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: float = 0.0) -> Tensor:
@@ -35,9 +36,13 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: fl
     return loss
 
 
-def logit_chunk_bytes(device_type: str) -> int:
-    """Return the bytes of the float32 logits of a full chunk."""
-    return _CHUNK_BYTES.get(device_type, 1 << 27)
+def logit_chunk_bytes(device_type: str, tokens: int, vocab_size: int) -> int:
+    """Return the bytes of the float32 logits of a chunk."""
+    return 4 * vocab_size * min(tokens, _rows_of_chunk(device_type, vocab_size))
+
+
+def _rows_of_chunk(device_type: str, vocab_size: int) -> int:
+    return max(_MIN_ROWS, _CHUNK_BYTES.get(device_type, 1 << 27) // (4 * vocab_size))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -53,7 +58,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_weight_grad: bool,
     ) -> Tensor:
         with torch.autocast(x_ND.device.type, enabled=False):
-            rows = max(1, logit_chunk_bytes(x_ND.device.type) // (4 * len(weight_VD)))
+            rows = _rows_of_chunk(x_ND.device.type, len(weight_VD))
             inputs_ND, matrix_VD = x_ND.to(dtype), weight_VD.to(dtype)
             grad_x_ND = torch.empty_like(inputs_ND) if needs_grad else None
             sum_dtype = torch.promote_types(dtype, torch.float32)

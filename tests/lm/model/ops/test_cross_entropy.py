@@ -14,7 +14,7 @@ from lm.model.ops.cross_entropy import _softmax_in_place, _softmax_to_compile, l
 from tests.helpers.examples import examples
 from tests.helpers.tensors import assert_equal_with_gradients, row_counts, widths
 
-CHUNK_BYTES = "lm.model.ops.cross_entropy._CHUNK_BYTES"
+ROWS_OF_CHUNK = "lm.model.ops.cross_entropy._rows_of_chunk"
 
 
 def reference_loss(x: Tensor, weight: Tensor, targets: Tensor, softcap: float) -> Tensor:
@@ -35,16 +35,16 @@ def loss_and_gradients(loss_function: Callable[..., Tensor], x: Tensor, weight: 
     width=widths,
     vocab=widths,
     softcap=st.sampled_from([0.0, 1.0, 15.0]),
-    chunk_bytes=st.sampled_from([1, 1 << 10, 1 << 22]),
+    chunk_rows=st.sampled_from([1, 5, 1000]),
     seed=st.integers(0, 99),
 )
 def test_loss_in_chunks_equals_loss_of_all_logits(
-    rows: int, width: int, vocab: int, softcap: float, chunk_bytes: int, seed: int
+    rows: int, width: int, vocab: int, softcap: float, chunk_rows: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
     targets = torch.randint(vocab, (rows,))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CHUNK_BYTES, {"cpu": chunk_bytes})
+        patch.setattr(ROWS_OF_CHUNK, lambda *_: chunk_rows)
         assert_equal_with_gradients(
             lambda x, w: linear_cross_entropy(x, w, targets, softcap),
             lambda x, w: reference_loss(x, w, targets, softcap),
@@ -96,7 +96,7 @@ def test_ignored_targets_do_not_count(
         return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CHUNK_BYTES, {"cpu": 4 * vocab * chunk_rows})
+        patch.setattr(ROWS_OF_CHUNK, lambda *_: chunk_rows)
         loss, grad_x, grad_weight = loss_and_gradients(fused_loss, x, weight)
     assert grad_x.dtype == grad_weight.dtype == dtype
     assert not grad_x[is_ignored].any()
