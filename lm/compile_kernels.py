@@ -29,6 +29,7 @@ from lm.inference.runners.runner import compile_kernels
 from lm.kernels.curation.language_features import walk_features
 from lm.kernels.disk_cache import CACHE_DIR, IS_CACHE_WRITABLE, pipeline_marker
 from lm.kernels.jit import KERNELS
+from lm.model.nf4 import dequantize_on_cpu, quantize_nf4
 from lm.text.patterns import PATTERNS
 from lm.tokenizer.bpe import train_merges
 from lm.tokenizer.piece_encoder import PieceEncoder
@@ -82,6 +83,9 @@ def run_groups(pattern: str = "gpt2", id_bits: int | None = None) -> Iterator[st
             PieceEncoder(SentencePieceModel([Piece("<unk>", 0.0, UNKNOWN), Piece("aa", -1.0)], is_bpe)).encode("aa")
         walk_features(np.frombuffer(bytes(1), np.uint8), *(np.zeros(256, np.int32) for _ in range(5)))
         yield "curation and SentencePiece"
+        for dtype in (torch.float32, torch.bfloat16):
+            dequantize_on_cpu(quantize_nf4(torch.zeros(1, 1)), (1, 1), dtype)
+        yield "weights in 4 bits"
         compile_kernels(torch.bfloat16)
         yield "decode step, bfloat16"
         compile_kernels(torch.float32, "int8")

@@ -5,17 +5,24 @@ Sources: Dettmers et al. 2023 (QLoRA: the data type, and the quantization of its
 Shapes: O out_features, I in_features, P = O · I, S = P / 64 blocks, both rounded up.
 """
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lm.kernels.nf4_blocks import dequantize_blocks
 from lm.model.linear import Linear
+from lm.model.ops.matmul import linear_forward
 
 _BLOCK, _SCALE_BLOCK = 64, 256
+_PART = 1 << 14  # blocks that a thread takes: fewer are done before another thread starts
+_memory = threading.local()
 # Appendix E of the paper: quantiles of a normal distribution, with an exact 0.
 _LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -53,14 +60,46 @@ def quantize_nf4(weight: Tensor) -> NF4Weight:
 
 def dequantize_nf4(weight: NF4Weight, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the numbers of a tensor of ``shape``."""
-    device, size = weight.levels.device, torch.Size(shape).numel()
-    centered = F.embedding(_pad(weight.scales, _SCALE_BLOCK).int(), _dynamic_levels(device)[:, None])
-    largest = (centered.view(-1, _SCALE_BLOCK) * weight.scale_scales[:, None]).flatten()[
-        : len(weight.scales)
-    ] + weight.mean
     # A look-up of a byte gives both of its numbers.
-    blocks = F.embedding(weight.levels.int(), _level_pairs(device)).view(-1, _BLOCK).mul_(largest[:, None])
-    return blocks.flatten()[:size].view(shape).to(dtype)
+    pairs = F.embedding(weight.levels.int(), _level_pairs(weight.levels.device))
+    blocks = pairs.view(-1, _BLOCK).mul_(_restore_scales(weight)[:, None])
+    return blocks.flatten()[: torch.Size(shape).numel()].view(shape).to(dtype)
+
+
+def dequantize_on_cpu(weight: NF4Weight, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return what :func:`dequantize_nf4` does, by a kernel, in memory that the thread's next call overwrites.
+
+    A weight is needed for one product only, and new memory would take longer than the numbers. ``dtype`` is float32
+    or bfloat16.
+    """
+    largest = _restore_scales(weight)
+    size = len(largest) * _BLOCK
+    memory = getattr(_memory, "bytes", None)
+    if memory is None or len(memory) < size * dtype.itemsize:
+        memory = _memory.bytes = torch.empty(size * dtype.itemsize, dtype=torch.uint8)
+    numbers = memory[: size * dtype.itemsize].view(torch.float32 if dtype == torch.float32 else torch.uint16)
+    arrays = [tensor.numpy() for tensor in (weight.levels, largest, _nf4_levels(largest.device))]
+
+    def fill(begin: int) -> None:
+        scaled = np.empty(16, np.float32 if dtype == torch.float32 else np.uint16)
+        dequantize_blocks(*arrays, scaled, numbers.numpy(), begin, min(begin + part, len(largest)))
+
+    part = max(_PART, -(-len(largest) // torch.get_num_threads()))
+    begins = range(0, len(largest), part)
+    [*(_threads().map(fill, begins) if len(begins) > 1 else map(fill, begins))]
+    return numbers.view(dtype)[: torch.Size(shape).numel()].view(shape)
+
+
+def _restore_scales(weight: NF4Weight) -> Tensor:
+    """Return the largest magnitude of each block of 64, float32 (S,)."""
+    centered = F.embedding(_pad(weight.scales, _SCALE_BLOCK).int(), _dynamic_levels(weight.scales.device)[:, None])
+    scaled = centered.view(-1, _SCALE_BLOCK) * weight.scale_scales[:, None]
+    return scaled.flatten()[: len(weight.scales)] + weight.mean
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="nf4")
 
 
 def _pad(values: Tensor, multiple: int) -> Tensor:
@@ -140,10 +179,17 @@ class _NF4Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, shape: tuple[int, ...], *quantized: Tensor) -> Tensor:
         ctx.shape = shape
         ctx.save_for_backward(*quantized)
-        return F.linear(x, dequantize_nf4(NF4Weight(*quantized), shape, x.dtype))
+        return linear_forward(x, _weight_of_product(quantized, shape, x))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight = dequantize_nf4(NF4Weight(*ctx.saved_tensors), ctx.shape, grad.dtype)
-        return grad @ weight, None, None, None, None, None
+        weight = _weight_of_product(ctx.saved_tensors, ctx.shape, grad)
+        return linear_forward(grad, weight.T), None, None, None, None, None
+
+
+def _weight_of_product(quantized: tuple[Tensor, ...], shape: tuple[int, ...], factor: Tensor) -> Tensor:
+    """Return a matrix in the dtype of ``factor``, for one product with it."""
+    has_kernel = factor.device.type == "cpu" and factor.dtype in (torch.float32, torch.bfloat16)
+    dequantize = dequantize_on_cpu if has_kernel and not torch.compiler.is_compiling() else dequantize_nf4
+    return dequantize(NF4Weight(*quantized), shape, factor.dtype)

@@ -70,13 +70,15 @@ def predict_adapter_memory(
     logits = logit_chunk_bytes(device_type, tokens, vocab_size)
     if element == 2:
         logits += logits // 2 + (2 * vocab_size * width if residual == 4 else 0)  # the gradient; a copy of the head
-    dequantized = 6 * max(o * i for shapes in linear for o, i in shapes.values()) if adapter.dtype == "nf4" else 0
+    # The memory of a layer's numbers is kept for the next product.
+    is_nf4 = adapter.dtype == "nf4"
+    dequantized = element * max(o * i for shapes in linear for o, i in shapes.values()) if is_nf4 else 0
     recomputed = blocks[-1] if has_checkpointing else 0
     gradients = tokens * gradient_bytes_per_token(model_config, len(layers) - 1, element)
     experts = [shape for shape in hidden_matrices(model_config, len(layers) - 1) if len(shape) == 3]
     gradients += sum(4 * math.prod(shape) for shape in experts)  # computed, though they are frozen
-    held = base + weights + state
-    peak = max(held + activations + logits, held + stored + recomputed + gradients + dequantized, held + 2 * weights)
+    held = base + weights + state + dequantized
+    peak = held + max(activations + logits, stored + recomputed + gradients, 2 * weights)
     return AdapterMemory(base, weights, state, activations, peak)
 
 

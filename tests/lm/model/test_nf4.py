@@ -9,7 +9,7 @@ from torch import Tensor
 from lm.model.adapter import adapted_layers, add_adapter, fuse_adapter
 from lm.model.config import AdapterConfig, ModelConfig
 from lm.model.linear import Linear
-from lm.model.nf4 import _LEVELS, NF4Linear, NF4Weight, _dynamic_levels, dequantize_nf4, quantize_nf4
+from lm.model.nf4 import _LEVELS, NF4Linear, NF4Weight, _dynamic_levels, dequantize_nf4, dequantize_on_cpu, quantize_nf4
 from lm.model.transformer import TransformerLM
 from tests.helpers.examples import examples
 
@@ -58,6 +58,24 @@ def test_numbers_are_near_and_what_is_stored_is_small(shape: tuple[int, int], se
     # Half of the widest gap between levels, and the rounding of the scale.
     assert (restored - weight).abs().max() <= 0.18 * weight.abs().max()
     assert dequantize_nf4(quantized, shape, torch.bfloat16).equal(restored.bfloat16())
+
+
+@given(
+    shape=st.tuples(st.integers(1, 40), st.integers(1, 200)),
+    seed=st.integers(0, 1 << 30),
+    size=st.sampled_from([0.0, 1e-30, 1e-3, 1.0, 1e4]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    part=st.sampled_from([1, 2, 1000]),
+)
+@examples(60)
+def test_the_kernel_gives_the_same_numbers(
+    shape: tuple[int, int], seed: int, size: float, dtype: torch.dtype, part: int
+) -> None:
+    quantized = quantize_nf4(torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lm.model.nf4._PART", part)
+        patch.setattr(torch, "get_num_threads", lambda: 3)
+        assert dequantize_on_cpu(quantized, shape, dtype).equal(dequantize_nf4(quantized, shape, dtype))
 
 
 def test_zeros_stay_zeros() -> None:
