@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,6 +26,7 @@ from lm.checkpoint.safe_load import check_weights_are_finite, read_safetensors, 
 from lm.checkpoint.training_checkpoint import find_base, read_description
 from lm.common.errors import UserError, translate_write_errors
 from lm.files.checksum import file_checksum
+from lm.model.adapter import LowRank
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 
@@ -40,16 +41,6 @@ _FIXED_FIELDS: dict[str, Any] = {
     "lora_bias": False,
     "use_qalora": False,
 }
-
-
-class LowRank(NamedTuple):
-    """The change of one matrix: ``scale · B A``."""
-
-    a: Tensor
-    """(R, I) float32."""
-    b: Tensor
-    """(O, R) float32."""
-    scale: float
 
 
 @dataclass(frozen=True)
@@ -93,17 +84,28 @@ def base_of_peft(directory: Path) -> Path:
 def fuse_peft(model: TransformerLM, directory: Path) -> TransformerLM:
     """Add the adapter in ``directory`` to the weights of ``model``, its base, in place; return the model.
 
-    Sums are float32, and rounded to the dtype of ``model``. Raises UserError if a file is missing or damaged, if the
-    adapter has parts that are not supported, and if it belongs to another base by its digest, names or shapes.
+    Sums are float32, and rounded to the dtype of ``model``. Raises UserError as :func:`read_peft` does.
+    """
+    for name, (a_RI, b_OR, scale) in read_peft(directory, model, base_of_peft(directory)).items():
+        weight = model.get_parameter(f"{name}.weight")
+        weight.data = (weight.data.float() + (b_OR @ a_RI * scale).to(weight.device)).to(weight.dtype)
+    return model
+
+
+def read_peft(directory: Path, model: TransformerLM, base: Path) -> dict[str, LowRank]:
+    """Return the matrices of the adapter in ``directory``, float32, by the names of the layers of ``model``.
+
+    ``base`` has the files of ``model``. Raises UserError if a file is missing or damaged, if the adapter has parts that
+    are not supported, and if it belongs to another base by its digest, names or shapes.
     """
     path = directory / CONFIG_FILE
     content = read_json_object(path)
     _check_config(path, content)
-    check_base(directory, base_of_peft(directory))
+    check_base(directory, base)
     tensors = read_safetensors(directory / WEIGHTS_FILE)
     check_weights_are_finite(tensors, str(directory))
     ours = {name: weight for name, weight in model.named_parameters() if name.endswith(".weight") and weight.ndim == 2}
-    names = _names(model.config, base_of_peft(directory))
+    names = _names(model.config, base)
     by_name = {_PREFIX + translate_name(name, names).removesuffix(".weight"): name for name in ours}
     is_rotary = find_rotary(model)
     matrices: dict[str, dict[str, Tensor]] = {}
@@ -117,6 +119,7 @@ def fuse_peft(model: TransformerLM, directory: Path) -> TransformerLM:
                 "that was trained on this model, with LoRA on linear layers alone."
             )
         matrices.setdefault(match[1], {})[match[2]] = tensor.float()
+    layers = {}
     for theirs, pair in matrices.items():
         name = by_name[theirs]
         weight = ours[name]
@@ -126,13 +129,10 @@ def fuse_peft(model: TransformerLM, directory: Path) -> TransformerLM:
                 f"{directory}: the matrices of {theirs.removeprefix(_PREFIX)} are {shapes}, and its base has "
                 f"{tuple(weight.shape)}; use an adapter that was trained on this model."
             )
-        b_OR = pair["B"]
-        if is_rotary[name]:
-            b_OR = pair_rotary_rows(b_OR, model.config)
+        b_OR = pair_rotary_rows(pair["B"], model.config) if is_rotary[name] else pair["B"]
         scale = _scale(path, content, theirs.removeprefix(_PREFIX), len(pair["A"]))
-        change = (b_OR @ pair["A"] * scale).to(weight.device)
-        weight.data = (weight.data.float() + change).to(weight.dtype)
-    return model
+        layers[name.removesuffix(".weight")] = LowRank(pair["A"], b_OR, scale)
+    return layers
 
 
 def _is_copy(name: str, tensor: Tensor, by_name: dict[str, str], ours: dict[str, nn.Parameter]) -> bool:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from lm.checkpoint.external import load_any_model, load_external, read_context_length
 from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
-from lm.checkpoint.peft import LowRank, StoredAdapter, digest_of_files, save_peft
+from lm.checkpoint.peft import StoredAdapter, digest_of_files, save_peft
 from lm.common.errors import UserError
 from lm.files.checksum import file_checksum
-from lm.model.adapter import adapted_layers, add_adapter, trained_parameters
+from lm.model.adapter import LowRank, adapted_layers, add_adapter, trained_parameters
 from lm.model.config import AdapterConfig, ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.optim.adamw import AdamW
