@@ -26,7 +26,7 @@ from lm.checkpoint.safe_load import check_weights_are_finite, read_safetensors, 
 from lm.checkpoint.training_checkpoint import find_base, read_description
 from lm.common.errors import UserError, translate_write_errors
 from lm.files.checksum import file_checksum
-from lm.model.adapter import LowRank
+from lm.model.adapter import LowRank, choose_targets
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 
@@ -135,6 +135,22 @@ def read_peft(directory: Path, model: TransformerLM, base: Path) -> dict[str, Lo
     return layers
 
 
+def read_served_peft(directory: Path, model: TransformerLM, base: Path) -> dict[str, LowRank]:
+    """Return :func:`read_peft` of an adapter that is served beside others, over the same weights.
+
+    Raises UserError also if the adapter is empty, or if it changes other layers than those of the blocks.
+    """
+    layers = read_peft(directory, model, base)
+    if not layers:
+        raise UserError(f"{directory} holds no matrices of an adapter; train it again.")
+    if others := layers.keys() - choose_targets(model, []).keys():
+        raise UserError(
+            f"{directory} has matrices for {min(others)}; beside others, only adapters of the linear layers of blocks "
+            f"are served. Serve it alone: textmill serve --model {directory}"
+        )
+    return layers
+
+
 def _is_copy(name: str, tensor: Tensor, by_name: dict[str, str], ours: dict[str, nn.Parameter]) -> bool:
     """Return whether a tensor is that of the base: peft stores embedding and head too if the head has an adapter."""
     base = ours.get(by_name.get(name.removesuffix(".weight").removesuffix(".base_layer"), ""))
@@ -180,8 +196,9 @@ def check_base(directory: Path, base: Path) -> None:
         raise UserError(f"{directory / WEIGHTS_FILE} cannot be read: {error}.") from None
     if expected and expected != digest_of_files(file_checksum(path.open("rb")) for path in base.glob("*.safetensors")):
         raise UserError(
-            f"{directory} holds an adapter of another model than {base}: the digest of the base's weights differs. Set "
-            f"base_model_name_or_path in {CONFIG_FILE} to the directory of its base."
+            f"{directory} holds an adapter of another model than {base}: the digest of the base's weights differs. "
+            f"Name the directory of its base: as base_model_name_or_path in {CONFIG_FILE}, or beside --adapters as "
+            "--model."
         )
 
 
