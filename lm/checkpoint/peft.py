@@ -32,6 +32,7 @@ from lm.model.transformer import TransformerLM
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_MAX_ALPHA = 10**9  # larger ones overflow
 _BASE_DIGEST = "base_sha256"  # in the metadata of the weights' file, which peft ignores
 _FIXED_FIELDS: dict[str, Any] = {
     "peft_type": "LORA",
@@ -70,13 +71,18 @@ def base_of_peft(directory: Path) -> Path:
     name = read_json_object(directory / CONFIG_FILE).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise UserError(f"{directory / CONFIG_FILE} names no base_model_name_or_path; set it to the base's directory.")
-    for path in (Path(name).expanduser(), directory / name, directory / "base"):
-        if path.is_dir() and path.resolve() != directory.resolve():
-            if is_peft(path):
-                raise UserError(f"{path}, the base of the adapter {directory}, is an adapter too; merge it first.")
-            return path
+    places = (name, directory / name, directory / "base")
+    try:
+        paths = (path for path in (Path(place).expanduser() for place in places) if path.is_dir())
+        base = next((path for path in paths if path.resolve() != directory.resolve()), None)
+    except (OSError, RuntimeError):  # a name that is too long, or the home directory of an unknown user
+        base = None
+    if base and is_peft(base):
+        raise UserError(f"{base}, the base of the adapter {directory}, is an adapter too; merge it first.")
+    if base:
+        return base
     raise UserError(
-        f"{directory} holds an adapter of the model {name!r}, and there is no such directory; textmill does not "
+        f"{directory} holds an adapter of the model {name[:200]!r}, and there is no such directory; textmill does not "
         f"download models. Set base_model_name_or_path in {CONFIG_FILE} to the directory of the base."
     )
 
@@ -113,7 +119,8 @@ def read_peft(directory: Path, model: TransformerLM, base: Path) -> dict[str, Lo
         if _is_copy(name, tensor, by_name, ours):
             continue
         match = re.fullmatch(r"(.*)\.lora_([AB])\.weight", name)
-        if not match or match[1] not in by_name or by_name[match[1]] == "token_embeddings.weight":
+        is_known = match and by_name.get(match[1], "token_embeddings.weight") != "token_embeddings.weight"
+        if not match or not is_known or not tensor.is_floating_point():
             raise UserError(
                 f"{directory} has {name}, which is no low-rank matrix of a linear layer of its base; use an adapter "
                 "that was trained on this model, with LoRA on linear layers alone."
@@ -158,9 +165,9 @@ def _is_copy(name: str, tensor: Tensor, by_name: dict[str, str], ours: dict[str,
 
 
 def _fits(a_RI: Tensor, b_OR: Tensor, weight_OI: Tensor) -> bool:
-    return a_RI.ndim == b_OR.ndim == 2 and (len(b_OR), len(a_RI), a_RI.shape[1]) == (
-        *(weight_OI.shape[0], b_OR.shape[1], weight_OI.shape[1]),
-    )
+    if not a_RI.ndim == b_OR.ndim == 2 or not len(a_RI):
+        return False
+    return (len(b_OR), a_RI.shape[1]) == weight_OI.shape and len(a_RI) == b_OR.shape[1]
 
 
 def _check_config(path: Path, content: dict[str, Any]) -> None:
@@ -182,8 +189,10 @@ def _scale(path: Path, content: dict[str, Any], name: str, rank: int) -> float:
         raise UserError(f"{path}: alpha_pattern is supported with names of layers alone; {_MERGE}")
     alphas = [patterns[key] for key in patterns if f".{name}".endswith(f".{key}") or key == f"^{name}"]
     alpha = alphas[0] if alphas else content.get("lora_alpha", 8)
-    if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
-        raise UserError(f"{path}: lora_alpha is {alpha!r}; it must be a number above 0.")
+    if type(alpha) not in (int, float) or not 0 < alpha <= _MAX_ALPHA:
+        raise UserError(
+            f"{path}: lora_alpha is {repr(alpha)[:40]}; it must be a number above 0, at most {_MAX_ALPHA:,}."
+        )
     return float(alpha) / (math.sqrt(rank) if content.get("use_rslora") else rank)
 
 

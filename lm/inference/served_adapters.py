@@ -68,9 +68,11 @@ class LayerAdapters:
         if adapters_B is None:
             return out
         x_BTI = inputs[0].reshape(len(adapters_B), -1, self.a.shape[-1]).to(self.a.dtype)
-        if self.stack and x_BTI.shape[0] * x_BTI.shape[1] <= _MAX_KERNEL_ROWS:
+        count, length, _ = x_BTI.shape
+        if self.stack and count * length <= _MAX_KERNEL_ROWS:
             changed = out.to(self.a.dtype).contiguous()
-            self._add_in_place(self.stack, adapters_B.repeat_interleave(x_BTI.shape[1]), x_BTI.contiguous(), changed)
+            adapters_N = adapters_B if length == 1 else adapters_B.repeat_interleave(length)
+            self._add_in_place(self.stack, adapters_N, x_BTI.contiguous(), changed)
             return changed.to(out.dtype)
         inner_BTP = x_BTI.bmm(self.a[adapters_B].mT).split(self._rank, -1)
         parts = self.b[adapters_B].tensor_split(self.ends[:-1], -1)
