@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,11 +26,13 @@ from lm.checkpoint.safe_load import check_weights_are_finite, read_safetensors, 
 from lm.checkpoint.training_checkpoint import find_base, read_description
 from lm.common.errors import UserError, translate_write_errors
 from lm.files.checksum import file_checksum
+from lm.model.adapter import LowRank, choose_targets
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_MAX_ALPHA = 10**9  # larger ones overflow
 _BASE_DIGEST = "base_sha256"  # in the metadata of the weights' file, which peft ignores
 _FIXED_FIELDS: dict[str, Any] = {
     "peft_type": "LORA",
@@ -40,16 +42,6 @@ _FIXED_FIELDS: dict[str, Any] = {
     "lora_bias": False,
     "use_qalora": False,
 }
-
-
-class LowRank(NamedTuple):
-    """The change of one matrix: ``scale · B A``."""
-
-    a: Tensor
-    """(R, I) float32."""
-    b: Tensor
-    """(O, R) float32."""
-    scale: float
 
 
 @dataclass(frozen=True)
@@ -79,13 +71,18 @@ def base_of_peft(directory: Path) -> Path:
     name = read_json_object(directory / CONFIG_FILE).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise UserError(f"{directory / CONFIG_FILE} names no base_model_name_or_path; set it to the base's directory.")
-    for path in (Path(name).expanduser(), directory / name, directory / "base"):
-        if path.is_dir() and path.resolve() != directory.resolve():
-            if is_peft(path):
-                raise UserError(f"{path}, the base of the adapter {directory}, is an adapter too; merge it first.")
-            return path
+    places = (name, directory / name, directory / "base")
+    try:
+        paths = (path for path in (Path(place).expanduser() for place in places) if path.is_dir())
+        base = next((path for path in paths if path.resolve() != directory.resolve()), None)
+    except (OSError, RuntimeError):  # a name that is too long, or the home directory of an unknown user
+        base = None
+    if base and is_peft(base):
+        raise UserError(f"{base}, the base of the adapter {directory}, is an adapter too; merge it first.")
+    if base:
+        return base
     raise UserError(
-        f"{directory} holds an adapter of the model {name!r}, and there is no such directory; textmill does not "
+        f"{directory} holds an adapter of the model {name[:200]!r}, and there is no such directory; textmill does not "
         f"download models. Set base_model_name_or_path in {CONFIG_FILE} to the directory of the base."
     )
 
@@ -93,17 +90,28 @@ def base_of_peft(directory: Path) -> Path:
 def fuse_peft(model: TransformerLM, directory: Path) -> TransformerLM:
     """Add the adapter in ``directory`` to the weights of ``model``, its base, in place; return the model.
 
-    Sums are float32, and rounded to the dtype of ``model``. Raises UserError if a file is missing or damaged, if the
-    adapter has parts that are not supported, and if it belongs to another base by its digest, names or shapes.
+    Sums are float32, and rounded to the dtype of ``model``. Raises UserError as :func:`read_peft` does.
+    """
+    for name, (a_RI, b_OR, scale) in read_peft(directory, model, base_of_peft(directory)).items():
+        weight = model.get_parameter(f"{name}.weight")
+        weight.data = (weight.data.float() + (b_OR @ a_RI * scale).to(weight.device)).to(weight.dtype)
+    return model
+
+
+def read_peft(directory: Path, model: TransformerLM, base: Path) -> dict[str, LowRank]:
+    """Return the matrices of the adapter in ``directory``, float32, by the names of the layers of ``model``.
+
+    ``base`` has the files of ``model``. Raises UserError if a file is missing or damaged, if the adapter has parts that
+    are not supported, and if it belongs to another base by its digest, names or shapes.
     """
     path = directory / CONFIG_FILE
     content = read_json_object(path)
     _check_config(path, content)
-    check_base(directory, base_of_peft(directory))
+    check_base(directory, base)
     tensors = read_safetensors(directory / WEIGHTS_FILE)
     check_weights_are_finite(tensors, str(directory))
     ours = {name: weight for name, weight in model.named_parameters() if name.endswith(".weight") and weight.ndim == 2}
-    names = _names(model.config, base_of_peft(directory))
+    names = _names(model.config, base)
     by_name = {_PREFIX + translate_name(name, names).removesuffix(".weight"): name for name in ours}
     is_rotary = find_rotary(model)
     matrices: dict[str, dict[str, Tensor]] = {}
@@ -111,12 +119,14 @@ def fuse_peft(model: TransformerLM, directory: Path) -> TransformerLM:
         if _is_copy(name, tensor, by_name, ours):
             continue
         match = re.fullmatch(r"(.*)\.lora_([AB])\.weight", name)
-        if not match or match[1] not in by_name or by_name[match[1]] == "token_embeddings.weight":
+        is_known = match and by_name.get(match[1], "token_embeddings.weight") != "token_embeddings.weight"
+        if not match or not is_known or not tensor.is_floating_point():
             raise UserError(
                 f"{directory} has {name}, which is no low-rank matrix of a linear layer of its base; use an adapter "
                 "that was trained on this model, with LoRA on linear layers alone."
             )
         matrices.setdefault(match[1], {})[match[2]] = tensor.float()
+    layers = {}
     for theirs, pair in matrices.items():
         name = by_name[theirs]
         weight = ours[name]
@@ -126,13 +136,26 @@ def fuse_peft(model: TransformerLM, directory: Path) -> TransformerLM:
                 f"{directory}: the matrices of {theirs.removeprefix(_PREFIX)} are {shapes}, and its base has "
                 f"{tuple(weight.shape)}; use an adapter that was trained on this model."
             )
-        b_OR = pair["B"]
-        if is_rotary[name]:
-            b_OR = pair_rotary_rows(b_OR, model.config)
+        b_OR = pair_rotary_rows(pair["B"], model.config) if is_rotary[name] else pair["B"]
         scale = _scale(path, content, theirs.removeprefix(_PREFIX), len(pair["A"]))
-        change = (b_OR @ pair["A"] * scale).to(weight.device)
-        weight.data = (weight.data.float() + change).to(weight.dtype)
-    return model
+        layers[name.removesuffix(".weight")] = LowRank(pair["A"], b_OR, scale)
+    return layers
+
+
+def read_served_peft(directory: Path, model: TransformerLM, base: Path) -> dict[str, LowRank]:
+    """Return :func:`read_peft` of an adapter that is served beside others, over the same weights.
+
+    Raises UserError also if the adapter is empty, or if it changes other layers than those of the blocks.
+    """
+    layers = read_peft(directory, model, base)
+    if not layers:
+        raise UserError(f"{directory} holds no matrices of an adapter; train it again.")
+    if others := layers.keys() - choose_targets(model, []).keys():
+        raise UserError(
+            f"{directory} has matrices for {min(others)}; beside others, only adapters of the linear layers of blocks "
+            f"are served. Serve it alone: textmill serve --model {directory}"
+        )
+    return layers
 
 
 def _is_copy(name: str, tensor: Tensor, by_name: dict[str, str], ours: dict[str, nn.Parameter]) -> bool:
@@ -142,9 +165,9 @@ def _is_copy(name: str, tensor: Tensor, by_name: dict[str, str], ours: dict[str,
 
 
 def _fits(a_RI: Tensor, b_OR: Tensor, weight_OI: Tensor) -> bool:
-    return a_RI.ndim == b_OR.ndim == 2 and (len(b_OR), len(a_RI), a_RI.shape[1]) == (
-        *(weight_OI.shape[0], b_OR.shape[1], weight_OI.shape[1]),
-    )
+    if not a_RI.ndim == b_OR.ndim == 2 or not len(a_RI):
+        return False
+    return (len(b_OR), a_RI.shape[1]) == weight_OI.shape and len(a_RI) == b_OR.shape[1]
 
 
 def _check_config(path: Path, content: dict[str, Any]) -> None:
@@ -166,8 +189,10 @@ def _scale(path: Path, content: dict[str, Any], name: str, rank: int) -> float:
         raise UserError(f"{path}: alpha_pattern is supported with names of layers alone; {_MERGE}")
     alphas = [patterns[key] for key in patterns if f".{name}".endswith(f".{key}") or key == f"^{name}"]
     alpha = alphas[0] if alphas else content.get("lora_alpha", 8)
-    if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
-        raise UserError(f"{path}: lora_alpha is {alpha!r}; it must be a number above 0.")
+    if type(alpha) not in (int, float) or not 0 < alpha <= _MAX_ALPHA:
+        raise UserError(
+            f"{path}: lora_alpha is {repr(alpha)[:40]}; it must be a number above 0, at most {_MAX_ALPHA:,}."
+        )
     return float(alpha) / (math.sqrt(rank) if content.get("use_rslora") else rank)
 
 
@@ -180,8 +205,9 @@ def check_base(directory: Path, base: Path) -> None:
         raise UserError(f"{directory / WEIGHTS_FILE} cannot be read: {error}.") from None
     if expected and expected != digest_of_files(file_checksum(path.open("rb")) for path in base.glob("*.safetensors")):
         raise UserError(
-            f"{directory} holds an adapter of another model than {base}: the digest of the base's weights differs. Set "
-            f"base_model_name_or_path in {CONFIG_FILE} to the directory of its base."
+            f"{directory} holds an adapter of another model than {base}: the digest of the base's weights differs. "
+            f"Name the directory of its base: as base_model_name_or_path in {CONFIG_FILE}, or beside --adapters as "
+            "--model."
         )
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm.inference.config import Pooling
+from lm.inference.served_adapters import use_adapters
 from lm.model.ops.causal_attention import causal_attention
 from lm.model.ops.windowed_attention import PLAIN, AttentionRule, masked_attention
 from lm.model.transformer import TransformerLM
@@ -26,11 +27,12 @@ _STEP_TOKENS = {"cpu": 128, "others": 2048}
 
 @torch.inference_mode()
 def embed_in_steps(
-    model: TransformerLM, texts: Sequence[Sequence[int]], pooling: Pooling
+    model: TransformerLM, texts: Sequence[Sequence[int]], pooling: Pooling, adapter: int = 0
 ) -> Generator[None, None, Tensor]:
     """Yield after each short step, and return the embeddings (N, D) of texts, float32 on the CPU.
 
-    Each text is at least one id and at most the model's context. A step is one layer of few tokens.
+    Each text is at least one id and at most the model's context. A step is one layer of few tokens. ``adapter`` is that
+    of :class:`lm.inference.generation_request.Generation`.
     """
     device = next(model.parameters()).device
     step_tokens = _STEP_TOKENS.get(device.type, _STEP_TOKENS["others"])
@@ -39,6 +41,7 @@ def embed_in_steps(
         lengths = [len(texts[index]) for index in batch]
         padded = [[*texts[index], *[0] * (max(lengths) - len(texts[index]))] for index in batch]
         x_BTD = model.embed(torch.tensor(padded, device=device))
+        adapters_B = torch.full((len(batch),), adapter, device=device) if adapter else None
         for layer in model.layers:
             keys, values = list[Tensor](), list[Tensor]()
 
@@ -56,7 +59,8 @@ def embed_in_steps(
 
             outputs = []
             for positions in torch.arange(max(lengths), device=device).split(step_tokens):
-                outputs.append(layer(x_BTD[:, positions], positions, attention_function=attend))
+                with use_adapters(adapters_B):  # not across the yield: other steps have adapters of their own
+                    outputs.append(layer(x_BTD[:, positions], positions, attention_function=attend))
                 yield
             x_BTD = torch.cat(outputs, 1)
         x_BTD = model.ln_final(x_BTD)

@@ -104,6 +104,7 @@ class Engine:
         if (row := len(self.active)) == self.max_batch_size:
             return False
         prompt, max_length = generation.prompt, self.max_seq_len
+        self._cache.adapters[row] = generation.adapter
         generation.window_start = max(0, len(prompt) + len(generation.ids) - max_length)
         tokens = (*prompt, *generation.ids)[generation.window_start :]
         num_tokens = len(prompt) + max(0, generation.max_new_tokens - 1)  # the last one is not computed

@@ -31,6 +31,8 @@ class Generation:
     """Whether ``prompt_logprobs`` are computed."""
     num_alternatives: int = 0
     """Number of most likely tokens that are reported beside each log-probability."""
+    adapter: int = 0
+    """Number of the adapter to compute with; 0: the base alone. See :mod:`lm.inference.served_adapters`."""
     on_token: Callable[[int], bool] = lambda token_id: False
     """Called with each new id; True ends the generation after it."""
     ids: list[int] = field(default_factory=list)

@@ -57,6 +57,8 @@ class KVCache:
         self.hidden = _zeros((self.num_pages + 1, PAGE_TOKENS, config.d_model), device, dtype) if has_hidden else None
         self.page_table = torch.zeros(rows, width, dtype=torch.int64, device=device)
         self._pages: list[list[int]] = [[] for _ in range(rows)]
+        self.adapters = [0] * rows
+        """The adapter of each row, with which its keys and values are computed; 0: none."""
         self._is_free = np.ones(self.num_pages + 1, bool)
         self._is_free[0] = False
         self._num_rows_of = [0] * (self.num_pages + 1)
@@ -69,6 +71,11 @@ class KVCache:
     def pages(self, row: int) -> list[int]:
         """Return the pages of a row."""
         return self._pages[row]
+
+    def adapters_of(self, rows: Sequence[int]) -> Tensor | None:
+        """Return the adapters of rows, int64; None if none has one."""
+        adapters = [self.adapters[row] for row in rows]
+        return torch.tensor(adapters, device=self.keys.device) if any(adapters) else None
 
     def is_idle(self, page: int) -> bool:
         """Return whether no row uses a page."""
@@ -96,6 +103,7 @@ class KVCache:
         if row != other:
             self._pages[row], self._pages[other] = self._pages[other], self._pages[row]
             self.page_table[[row, other]] = self.page_table[[other, row]]
+            self.adapters[row], self.adapters[other] = self.adapters[other], self.adapters[row]
 
     def keep(self, page: int) -> None:
         """Count a page of a row as one of the prefix cache: it is not free when the row is cleared."""

@@ -43,6 +43,11 @@ class PrefillJob:
     """Hidden state (D,) of the last token, as soon as it is computed."""
 
     @property
+    def identity(self) -> tuple[int, Tokens]:
+        """What the keys and values depend on: the adapter and the tokens."""
+        return self.generation.adapter, self.tokens
+
+    @property
     def needs_scores(self) -> bool:
         """Whether the log-probabilities of the tokens are wanted."""
         return self.is_prompt and self.generation.wants_prompt_logprobs
@@ -117,18 +122,19 @@ class Prefill:
         """Return the stored pages of the job's first tokens."""
         if self._prefix_cache is None or not job.is_prompt:
             return []
-        return self._prefix_cache.match(job.tokens, job.needs_scores)
+        return self._prefix_cache.match(job.tokens, job.needs_scores, job.generation.adapter)
 
     def _choose(self, jobs: Sequence[PrefillJob], max_tokens: int) -> list[_Piece]:
         """Return the tokens of the next chunk: half of it for the first job, the rest for the shortest others."""
         runnable: list[PrefillJob] = []
-        claimed: set[Tokens] = set()
+        claimed: set[tuple[int, Tokens]] = set()
         for job in jobs:
             if job.last_hidden is not None:
                 continue  # its first token is to be sampled
             self._reuse_stored(job)
             is_shared = self._prefix_cache is not None and job.is_prompt
-            claim = job.tokens[: job.num_computed + PAGE_TOKENS] if is_shared else job.tokens
+            adapter, tokens = job.identity
+            claim = adapter, tokens[: job.num_computed + PAGE_TOKENS] if is_shared else tokens
             if claim not in claimed:
                 runnable.append(job)
             claimed.add(claim)
@@ -188,12 +194,12 @@ class Prefill:
 
     def _copy_to_equal_jobs(self, jobs: Sequence[PrefillJob]) -> None:
         """Finish the jobs whose sequence another one has computed, with scores if they need them."""
-        finished: dict[Tokens, PrefillJob] = {}
+        finished: dict[tuple[int, Tokens], PrefillJob] = {}
         for job in jobs:
             if job.last_hidden is not None:
-                finished.setdefault(job.tokens, job)
+                finished.setdefault(job.identity, job)
         for job in jobs:
-            source = finished.get(job.tokens)
+            source = finished.get(job.identity)
             if job.last_hidden is None and source is not None and _has_scores_of(source, job):
                 self._copy_pages(source, job)
                 if job.needs_scores:

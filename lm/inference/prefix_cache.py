@@ -14,7 +14,8 @@ from lm.inference.kv_cache import PAGE_TOKENS, KVCache, Tokens
 
 log = logging.getLogger(__name__)
 
-_BlockKey = tuple[int, Tokens]  # serial number of the block before it (0: none), and its tokens
+# Serial number of the block before it, and its tokens. Before the first one is the number of the adapter, negative.
+_BlockKey = tuple[int, Tokens]
 
 
 @dataclass
@@ -44,14 +45,14 @@ class PrefixCache:
         """Return the number of stored blocks."""
         return len(self._blocks)
 
-    def match(self, tokens: Sequence[int], needs_hidden: bool = False) -> list[int]:
+    def match(self, tokens: Sequence[int], needs_hidden: bool = False, adapter: int = 0) -> list[int]:
         """Return the pages of the longest stored prefix of ``tokens``, never all of them.
 
-        With ``needs_hidden``, only pages that have hidden states.
+        With ``needs_hidden``, only pages that have hidden states. Sequences with another adapter share none.
         """
         keys: list[_BlockKey] = []
         pages: list[int] = []
-        serial = 0
+        serial = -adapter
         for start in range(0, (len(tokens) - 1) // PAGE_TOKENS * PAGE_TOKENS, PAGE_TOKENS):
             key = (serial, tuple(tokens[start : start + PAGE_TOKENS]))
             block = self._blocks.get(key)
@@ -73,15 +74,13 @@ class PrefixCache:
         generations go on without it.
         """
         try:
-            self._store(tokens, self._cache.pages(row), hidden, hidden_start, copies)
+            self._store(tokens, row, hidden, hidden_start, copies)
         except Exception:  # e.g. out of memory
             log.warning("The prefix cache failed to store a sequence.", exc_info=True)
 
-    def _store(
-        self, tokens: Sequence[int], pages: list[int], hidden: Tensor | None, hidden_start: int, copies: bool
-    ) -> None:
+    def _store(self, tokens: Sequence[int], row: int, hidden: Tensor | None, hidden_start: int, copies: bool) -> None:
         keys: list[_BlockKey] = []
-        serial = 0
+        pages, serial = self._cache.pages(row), -self._cache.adapters[row]
         for index in range(min(len(tokens) // PAGE_TOKENS, self.max_blocks)):
             start = index * PAGE_TOKENS
             key = (serial, tuple(tokens[start : start + PAGE_TOKENS]))

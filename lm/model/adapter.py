@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,16 @@ from lm.model.linear import Linear
 from lm.model.nf4 import NF4Linear
 from lm.model.ops.matmul import linear
 from lm.model.transformer import TransformerLM
+
+
+class LowRank(NamedTuple):
+    """The change of one matrix: ``scale · B A``."""
+
+    a: Tensor
+    """(R, I) float32."""
+    b: Tensor
+    """(O, R) float32."""
+    scale: float
 
 
 class LoRALinear(nn.Module):

@@ -4,7 +4,7 @@ import hashlib
 import logging
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,19 +78,37 @@ class ResolvedModel(ABC):
             f"The model {self.name} does not fit into memory; use a smaller one, or a machine with more memory."
         )
 
+    @property
+    @abstractmethod
+    def weights_directory(self) -> Path:
+        """The directory with the files of the weights, or the GGUF file."""
+
     def load_for_inference(
-        self, device: str, quantization: Quantization = "none"
+        self, device: str, quantization: Quantization = "none", adapters: Mapping[str, Path] | None = None
     ) -> "tuple[TransformerLM, TextTokenizer]":
-        """Load the model with its weights packed for inference, and its tokenizer. Raises as :meth:`load` does, and
-        UserError for quantization on another device than the CPU."""
+        """Load the model with its weights packed for inference, and its tokenizer.
+
+        ``adapters`` are directories of peft by the names of the adapters, which the model is prepared with in this
+        order; see :func:`lm.inference.runners.runner.prepare_for_inference`. Raises as :meth:`load` does, and UserError
+        for quantization on another device than the CPU, and for an adapter that is damaged or belongs to another model.
+        """
         import torch
 
+        from lm.checkpoint.peft import is_peft, read_served_peft
         from lm.inference.runners.runner import prepare_for_inference
 
         torch.set_num_threads(min(torch.get_num_threads(), available_cpus()))  # torch knows no quota of a container
         with self._explain_out_of_memory():
+            if adapters and is_peft(self.weights_directory):
+                raise UserError(f"{self.name} is an adapter itself; for several adapters, --model must be their base.")
             model, tokenizer = self._read(device)
-            return prepare_for_inference(model, quantization=quantization), tokenizer
+            matrices = []
+            for name, directory in (adapters or {}).items():
+                try:
+                    matrices.append(read_served_peft(directory, model, self.weights_directory))
+                except UserError as error:
+                    raise UserError(f"The adapter {name}: {error}") from None
+            return prepare_for_inference(model, quantization=quantization, adapters=matrices), tokenizer
 
 
 @dataclass(frozen=True)
@@ -102,6 +120,11 @@ class RunModel(ResolvedModel):
 
     def _read(self, device: str) -> "tuple[TransformerLM, TextTokenizer]":
         return load_trained(self.model, self.tokenizer, device)
+
+    @property
+    def weights_directory(self) -> Path:
+        """See :attr:`ResolvedModel.weights_directory`."""
+        return self.model.directory(self.model.best_checkpoint)
 
     def load_tokenizer(self) -> "Tokenizer":
         """Load the tokenizer alone."""
@@ -142,6 +165,11 @@ class DirectoryModel(ResolvedModel):
         from lm.hardware.device import choose_device
 
         return load_external(self.directory, choose_device(device))
+
+    @property
+    def weights_directory(self) -> Path:
+        """See :attr:`ResolvedModel.weights_directory`."""
+        return self.directory
 
     def identify(self) -> str:
         """See :meth:`ResolvedModel.identify`."""

@@ -24,7 +24,17 @@ _GRACE_SECONDS = 600  # for the start of a target, and for its end after its tim
 
 PARSERS = {
     "texts": ("tokenizer", "tokenizer_json", "tiktoken", "sentencepiece", "sources", "web", "counts", "shards"),
-    "weights": ("checkpoint", "checkpoint_file", "meta", "hugging_face", "odd_tensors", "torch_file", "gguf", "job"),
+    "weights": (
+        "checkpoint",
+        "checkpoint_file",
+        "meta",
+        "hugging_face",
+        "odd_tensors",
+        "torch_file",
+        "gguf",
+        "job",
+        "adapter",
+    ),
     "interfaces": ("manifest", "config", "preset", "request", "embeddings", "structured_output", "authorization"),
     "tool_requests": ("tool_request",),
 }

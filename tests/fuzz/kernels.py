@@ -23,6 +23,7 @@ from lm.text.pretokenize import END_OF_TEXT, pretokenize
 from lm.tokenizer.bpe import train_merges
 from lm.tokenizer.pretoken_counts import count_pretokens
 from lm.tokenizer.tokenizer import Tokenizer
+from tests.helpers.adapters import random_adapter
 from tests.helpers.generating import make_model, random_cache
 from tests.helpers.generation_cases import Case, check_cases
 from tests.helpers.kernels import OVERLAPPING_SPECIALS, PIECES, expected_starts, find_starts
@@ -210,7 +211,8 @@ def decode_step(source: random.Random) -> int:
 
 
 def generation(source: random.Random) -> int:
-    """Compare an engine of little memory, which shares pages and computes in chunks, with a model without a cache."""
+    """Compare an engine of little memory, which shares pages and computes in chunks, some sequences with adapters, with
+    models without a cache."""
     kv_heads, context = source.randrange(1, 3), source.randrange(20, 90)
     model = make_model(
         source.randrange(5, 40),
@@ -226,6 +228,12 @@ def generation(source: random.Random) -> int:
         logit_softcap=source.choice([0.0, 0.0, 5.0]),
         moe=MoEConfig(num_experts=3) if source.random() < 0.1 else None,
     )
+    targets: list[list[str]] = [[], ["q_proj", "w2"], ["v_proj", "output_proj"], ["w1"]]
+    adapters = [
+        random_adapter(model, source.randrange(1, 7), source.choice(targets), source.getrandbits(16))
+        for _ in range(source.choice([0, 0, 1, 3]))
+    ]
+    adapters = [adapter for adapter in adapters if adapter]  # a mixture of experts has no such layer outside them
     cases = [
         Case(
             [(source.randrange(3), source.randrange(1, context // 3)) for _ in range(source.randrange(1, 4))],
@@ -233,8 +241,10 @@ def generation(source: random.Random) -> int:
             source.random() < 0.3,
             source.randrange(4),
             source.random() < 0.1,
+            source.randrange(len(adapters) + 1),
         )
         for _ in range(source.randrange(1, 5))
     ]
     num_pages, chunk = source.randrange(8, 24), source.choice([1, 16, 32, 50, 200])
-    return check_cases(model.double().eval(), cases, num_pages, chunk, source.random() < 0.5, source.randrange(1, 5))
+    limits = num_pages, chunk, source.random() < 0.5, source.randrange(1, 5)
+    return check_cases(model.double().eval(), cases, *limits, adapters)

@@ -31,6 +31,7 @@ SLOW_TARGETS = {
     "hugging_face",
     "gguf",
     "torch_file",
+    "adapter",
 }
 
 

@@ -1,6 +1,7 @@
 """Fuzz targets: checkpoints of this project, of Meta, of Hugging Face and in GGUF. Each is a valid one with random
 damage."""
 
+import copy
 import hashlib
 import io
 import json
@@ -15,10 +16,11 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-from lm.checkpoint.external import load_external
+from lm.checkpoint.external import load_any_model, load_external
 from lm.checkpoint.gguf import save_gguf
 from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
 from lm.checkpoint.meta import load_meta
+from lm.checkpoint.peft import CONFIG_FILE, WEIGHTS_FILE, StoredAdapter, read_served_peft, save_peft
 from lm.checkpoint.safe_load import is_plain_tensor
 from lm.checkpoint.single_file import load_checkpoint, save_checkpoint
 from lm.checkpoint.training_checkpoint import (
@@ -27,12 +29,15 @@ from lm.checkpoint.training_checkpoint import (
     newest_checkpoint,
     save_training,
 )
+from lm.inference.runners.runner import prepare_for_inference
+from lm.inference.served_adapters import use_adapters
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.optim.adamw import AdamW
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.pretraining import Job
 from tests.fuzz.choices import Choices, json_bytes, mutate, mutate_bytes
+from tests.helpers.adapters import random_adapter
 from tests.helpers.tokenizers import bytes_tokenizer
 from tests.helpers.training import write_job
 
@@ -247,6 +252,52 @@ def gguf(choices: Choices, folder: Path) -> None:
         data[position : position + len(odd)] = odd
     (folder / "model.gguf").write_bytes(data)
     load_external(folder / "model.gguf")
+
+
+@cache
+def _adapter_files() -> dict[str, bytes]:
+    """Return the files of an adapter in peft's format, of two layers."""
+    layers = random_adapter(_trained_model()[0], 2, ["q_proj", "w2"])
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        save_peft(StoredAdapter(layers, directory, CONFIG, 0.1), directory, directory, "")
+        return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def adapter(choices: Choices, folder: Path) -> None:
+    """adapter_config.json and adapter_model.safetensors, read to be fused into their base or to be served beside it."""
+    base, files = folder / "base", _adapter_files()
+    if not base.exists():
+        base.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (base / name).write_bytes(_checkpoint_files("hugging face")[name])
+    config, weights = {**json.loads(files[CONFIG_FILE]), "base_model_name_or_path": "base"}, files[WEIGHTS_FILE]
+    config |= choices.pick([{}, {}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 3}, "rank_pattern": {"w": 1}}])
+    if choices.below(2):
+        config = mutate(config, choices)
+    match choices.below(4):
+        case 0:
+            weights = _damage_safetensors(weights, choices)
+        case 1:
+            tensors = load(weights)
+            for _ in range(1 + choices.below(3)):
+                shape = choices.pick([(2, 4), (4, 2), (0, 4), (4, 0), (1, 4), (4, 1), (4,), (), (3, 2, 4), (300, 4)])
+                kind = choices.pick([torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn, torch.complex64])
+                name = choices.pick([*tensors, *(key.replace("self_attn.q", "self_attn.k") for key in tensors), "x"])
+                tensors[name] = torch.zeros(shape, dtype=kind)
+            weights = save(tensors, {"base_sha256": ""} if choices.below(2) else None)
+    (folder / CONFIG_FILE).write_bytes(json_bytes(config, choices))
+    (folder / WEIGHTS_FILE).write_bytes(weights)
+    if choices.below(2):
+        model = load_any_model(folder)
+        adapters_B = None
+    else:
+        layers = read_served_peft(folder, _trained_model()[0], base)
+        model = prepare_for_inference(copy.deepcopy(_trained_model()[0]), adapters=[layers])
+        adapters_B = torch.tensor([1, 0])
+    with torch.inference_mode(), use_adapters(adapters_B):
+        logits = model(torch.tensor([[1, 2], [1, 2]]))
+    assert logits.shape == (2, 2, CONFIG.vocab_size)
 
 
 def odd_tensors(choices: Choices, folder: Path) -> None:

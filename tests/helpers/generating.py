@@ -1,5 +1,8 @@
 """Small models for tests of generation."""
 
+from collections.abc import Mapping
+from pathlib import Path
+
 import torch
 
 from lm.inference.kv_cache import KVCache
@@ -18,7 +21,9 @@ class LoadedModel:
     def __init__(self, model: TransformerLM, tokenizer: TextTokenizer) -> None:
         self._loaded = model, tokenizer
 
-    def load_for_inference(self, device: str, quantization: str = "none") -> tuple[TransformerLM, TextTokenizer]:
+    def load_for_inference(
+        self, device: str, quantization: str = "none", adapters: Mapping[str, Path] | None = None
+    ) -> tuple[TransformerLM, TextTokenizer]:
         return self._loaded
 
     def identify(self) -> str:

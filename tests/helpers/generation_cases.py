@@ -1,7 +1,8 @@
 """Random generations in an engine of little memory, compared with a model without a cache."""
 
+import copy
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -10,7 +11,10 @@ from lm.inference.config import SampleConfig
 from lm.inference.engine import Engine
 from lm.inference.generation_request import Generation
 from lm.inference.kv_cache import PAGE_TOKENS, page_bytes
+from lm.inference.runners.runner import prepare_for_inference
+from lm.model.adapter import LowRank
 from lm.model.transformer import TransformerLM
+from tests.helpers.adapters import with_fused
 from tests.helpers.generating import generate_without_cache
 
 
@@ -24,6 +28,7 @@ class Case:
     wants_prompt_logprobs: bool = False
     num_drafts: int = 0
     is_cancelled: bool = False
+    adapter: int = 0
 
     def prompt(self, vocab_size: int) -> list[int]:
         """Return the ids of the prompt."""
@@ -45,13 +50,22 @@ def check_pages(engine: Engine) -> None:
 
 
 def check_cases(
-    model: TransformerLM, cases: Sequence[Case], num_pages: int, chunk: int, has_prefix_cache: bool, rows: int = 3
+    model: TransformerLM,
+    cases: Sequence[Case],
+    num_pages: int,
+    chunk: int,
+    has_prefix_cache: bool,
+    rows: int = 3,
+    adapters: Sequence[Mapping[str, LowRank]] = (),
 ) -> int:
     """Run all cases in one engine, in chunks of ``chunk`` tokens; return the number that was compared.
 
-    The model is one of float64, so that ids are equal but for ties. A case is cancelled in the third step or later.
+    The model is one of float64, so that ids are equal but for ties. A case is cancelled in the third step or later. A
+    case with an adapter is compared with the model into which the adapter is fused.
     """
-    engine, vocab_size = make_engine(model, num_pages, rows, has_prefix_cache), model.config.vocab_size or 1
+    served = prepare_for_inference(copy.deepcopy(model), adapters=adapters)
+    references = [model, *(with_fused(model, adapter) for adapter in adapters)]
+    engine, vocab_size = make_engine(served, num_pages, rows, has_prefix_cache), model.config.vocab_size or 1
     generations = [
         Generation(
             case.prompt(vocab_size),
@@ -59,6 +73,7 @@ def check_cases(
             SampleConfig(temperature=0, speculative_tokens=case.num_drafts),
             wants_logprobs=True,
             wants_prompt_logprobs=case.wants_prompt_logprobs,
+            adapter=case.adapter,
         )
         for case in cases
     ]
@@ -80,7 +95,8 @@ def check_cases(
     for case, generation in zip(cases, generations, strict=True):
         if case.is_cancelled or len(generation.prompt) > model.config.context_length:
             continue
-        ids, logprobs = generate_without_cache(model, list(generation.prompt), generation.max_new_tokens)
+        reference = references[case.adapter]
+        ids, logprobs = generate_without_cache(reference, list(generation.prompt), generation.max_new_tokens)
         assert generation.ids == ids
         first = len(generation.prompt) - 1
         assert generation.logprobs == pytest.approx(logprobs[first:], abs=1e-5)

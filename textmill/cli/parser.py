@@ -225,6 +225,10 @@ def build_parser(preset: str = "demo", base: PipelineConfig | None = None, only:
     serve.option("max_requests_per_client", 0, limit_help, type=NonNegativeInt)
     name_help = "name of the model for clients, which may also call it textmill; default: its run or directory"
     serve.option("served_model_name", "", name_help)
+    adapters_help = (
+        "adapters of the model that clients choose by model name: NAME=DIR, as peft and textmill export write"
+    )
+    serve.option("adapters", [], adapters_help, type=list[str])
     origin_help = 'web pages that may use the server, as https://app.example.com; "*": all. Default: its own page'
     serve.option("allowed_origins", [], origin_help, type=list[str])
     pooling_help = "the embedding of a text: the hidden state of its last token, or the mean over its tokens"

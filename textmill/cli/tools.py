@@ -137,6 +137,7 @@ def chat_command(options: Namespace) -> None:
 
 def serve_command(options: Namespace) -> None:
     """Serve a model over HTTP until Ctrl-C."""
+    from textmill.runs.adapters_by_name import find_adapters
     from textmill.server.listener import serve
 
     if not options.host:
@@ -156,6 +157,7 @@ def serve_command(options: Namespace) -> None:
         speculative_tokens=options.speculative_tokens,
         served_model_name=options.served_model_name,
         allowed_origins=options.allowed_origins,
+        adapters=find_adapters(options.adapters, options.root),
         pooling=options.pooling,
     )
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -81,6 +81,7 @@ def build_app(
     pooling: Pooling = "last",
     max_context: int | None = None,
     kv_bytes: int | None = None,
+    adapters: Mapping[str, str] | None = None,
 ) -> FastAPI:
     """Return the web application for ``model``, which clients call ``name`` or ``textmill``.
 
@@ -90,11 +91,13 @@ def build_app(
     :class:`lm.inference.config.SampleConfig`. ``identity`` is a text that changes with the model. A request has at most
     ``max_context`` tokens, with those that it generates, by default the model's context; keys and values take at most
     ``kv_bytes``, by default what ``max_batch_size`` such requests need. The page opens on the chat if the model
-    ``is_post_trained`` or has a chat template.
+    ``is_post_trained`` or has a chat template. ``adapters`` are the names and identities of those that the model was
+    prepared with, in their order.
     Raises UserError if the model and the tokenizer do not match, if ``max_context`` is longer than the model's context,
     and if ``kv_bytes`` or ``prefix_cache_bytes`` are too small for 16 tokens.
     """
     check_vocabulary(model, tokenizer.size)
+    adapters = adapters or {}
     model_context = model.config.context_length
     if max_context is not None and max_context > model_context:
         raise UserError(f"--max_context is {max_context:,}; this model has a context of {model_context:,} tokens.")
@@ -134,10 +137,16 @@ def build_app(
             expose_headers=("Retry-After",),
         )
 
-    def check_model(requested: str) -> None:
-        if requested not in (name, ALIAS):
-            message = f"There is no model {requested[:80]!r}; this is {name!r}."
+    listed = {name: 0, **{adapter: number for number, adapter in enumerate(adapters, 1)}}
+
+    def choose_model(requested: str | None) -> tuple[str, int]:
+        """Return the name and the number of the adapter that a request is for; 0: the base alone."""
+        found = name if requested in (None, ALIAS) else requested
+        if found not in listed:
+            others = f" with the adapters {', '.join(adapters)}" if adapters else ""
+            message = f"There is no model {found[:80]!r}; this is {name!r}{others}."
             raise ApiError(404, message, "model", "model_not_found")
+        return found, listed[found]
 
     async def read_request(http_request: Request, request_type: type[R]) -> R:
         body = bytearray()
@@ -146,8 +155,7 @@ def build_app(
             if len(body) > _MAX_BODY_BYTES:
                 raise ApiError(413, f"The body is longer than {_MAX_BODY_BYTES:,} bytes.")
         request = parse_request(request_type, bytes(body))
-        if (requested := getattr(request, "model", None)) is not None:
-            check_model(requested)
+        choose_model(getattr(request, "model", None))
         return request
 
     async def encode(request: CompletionRequest | ChatRequest) -> tuple[list[list[int]], AnswerPlan]:
@@ -166,7 +174,7 @@ def build_app(
     async def generate_in_form(http_request: Request, form: ApiForm) -> Response:
         outer_request = await read_request(http_request, form.request_type)
         request = form.translate(outer_request)
-        request.model = name
+        request.model, adapter = choose_model(getattr(outer_request, "model", None))
         count = request.count_prompts() * request.completions_per_prompt
         if not 0 < count <= scheduler.capacity:
             raise ApiError(400, f"{count} completions are requested; 1 to {scheduler.capacity} are possible.", "n")
@@ -184,6 +192,8 @@ def build_app(
             is_limited=context_length < model_context,
         )
         choices = {choice.generation: choice for choice in response.choices}
+        for generation in choices:
+            generation.adapter = adapter
         if response.has_logprobs and (num_scores := sum(map(_count_scores, choices))) > _MAX_SCORES:
             message = f"{num_scores:,} log-probabilities are requested; at most {_MAX_SCORES:,} are possible."
             raise ApiError(400, message, "logprobs")
@@ -235,12 +245,13 @@ def build_app(
             raise MESSAGES.rename_field(error) from None
         return {"input_tokens": len(prompt)}
 
-    embedder = Embedder(model, tokenizer, name, scheduler, pooling)
+    embedder = Embedder(model, tokenizer, scheduler, pooling)
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
         body = await read_request(request, EmbeddingRequest)
-        return await until_disconnect(request, embedder.respond(body)) or Response(status_code=CLIENT_CLOSED_REQUEST)
+        response = await until_disconnect(request, embedder.respond(body, *choose_model(body.model)))
+        return response or Response(status_code=CLIENT_CLOSED_REQUEST)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
@@ -257,16 +268,20 @@ def build_app(
     model_json |= {"aliases": [ALIAS] if name != ALIAS else [], "identity": identity}
     model_json |= {"has_chat_template": chat_format.has_template, "special_tokens": list(tokenizer.special_ids)}
     model_json["num_parameters"] = parameter_count(model.config)["total"]
-    model_json["max_model_len"] = context_length  # vLLM's name
+    model_json["max_model_len"] = context_length  # vLLM's name, as parent
+    adapter_json = {"aliases": [], "parent": name}
+    models_json = {name: model_json}
+    models_json |= {
+        key: {**model_json, "id": key, "identity": value, **adapter_json} for key, value in adapters.items()
+    }
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model_json]}
+        return {"object": "list", "data": [*models_json.values()]}
 
     @app.get("/v1/models/{model_id:path}")
     async def model_info(model_id: str) -> dict[str, Any]:
-        check_model(model_id)
-        return model_json
+        return models_json[choose_model(model_id)[0]]
 
     page = page_response("chat" if is_post_trained or chat_format.has_template else "completion")
 

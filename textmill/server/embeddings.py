@@ -48,21 +48,19 @@ class EmbeddingRequest(StrictModel):
 class Embedder:
     """Answers requests for embeddings. Their steps take turns with the steps of the scheduler's batch."""
 
-    def __init__(
-        self, model: TransformerLM, tokenizer: TextTokenizer, name: str, scheduler: Scheduler, pooling: Pooling
-    ) -> None:
-        self._model, self._tokenizer, self._name = model, tokenizer, name
+    def __init__(self, model: TransformerLM, tokenizer: TextTokenizer, scheduler: Scheduler, pooling: Pooling) -> None:
+        self._model, self._tokenizer = model, tokenizer
         self._scheduler, self._pooling = scheduler, pooling
 
-    async def respond(self, request: EmbeddingRequest) -> Response:
-        """Return the response. Raises ApiError if a text is empty, too long or no text of the model, if the response
-        would be too large, and if the server is busy or stops.
+    async def respond(self, request: EmbeddingRequest, name: str, adapter: int) -> Response:
+        """Return the response, computed with an adapter and with its name for clients.
 
-        If the caller is cancelled, the computation ends after its current step.
+        Raises ApiError if a text is empty, too long or no text of the model, if the response would be too large, and if
+        the server is busy or stops. If the caller is cancelled, the computation ends after its current step.
         """
         texts = await asyncio.to_thread(self._encode, request)
         try:
-            future = self._scheduler.submit_job(embed_in_steps(self._model, texts, self._pooling))
+            future = self._scheduler.submit_job(embed_in_steps(self._model, texts, self._pooling, adapter))
             vectors = await asyncio.wrap_future(future)
         except QueueFull as busy:
             raise ApiError(429, str(busy)) from None
@@ -72,7 +70,8 @@ class Embedder:
             raise ApiError(500, "The model failed; see the server's log.") from None
         if not vectors.isfinite().all():
             raise ApiError(500, "The model failed: it gives numbers that are not finite.")
-        return await asyncio.to_thread(self._render, vectors, sum(map(len, texts)), request.encoding_format or "float")
+        encoding_format = request.encoding_format or "float"
+        return await asyncio.to_thread(_render, vectors, sum(map(len, texts)), encoding_format, name)
 
     def _encode(self, request: EmbeddingRequest) -> Sequence[Sequence[int]]:
         """Return the ids of each text."""
@@ -101,13 +100,14 @@ class Embedder:
             message = f"{name}: The text has {len(ids)} tokens; the model's context has {context_length}."
             raise ApiError(400, message, "input", "context_length_exceeded")
 
-    def _render(self, vectors: Tensor, num_tokens: int, encoding_format: str) -> Response:
-        # Vector by vector: json keeps the other threads waiting meanwhile.
-        parts = []
-        for index, vector in enumerate(vectors.numpy().astype("<f4")):
-            is_text = encoding_format == "base64"
-            content = base64.b64encode(vector.tobytes()).decode() if is_text else vector.tolist()
-            parts.append(json.dumps({"object": "embedding", "index": index, "embedding": content}))
-        usage = json.dumps({"prompt_tokens": num_tokens, "total_tokens": num_tokens})
-        body = f'{{"object":"list","data":[{",".join(parts)}],"model":{json.dumps(self._name)},"usage":{usage}}}'
-        return Response(body, media_type="application/json")
+
+def _render(vectors: Tensor, num_tokens: int, encoding_format: str, name: str) -> Response:
+    # Vector by vector: json keeps the other threads waiting meanwhile.
+    parts = []
+    for index, vector in enumerate(vectors.numpy().astype("<f4")):
+        is_text = encoding_format == "base64"
+        content = base64.b64encode(vector.tobytes()).decode() if is_text else vector.tolist()
+        parts.append(json.dumps({"object": "embedding", "index": index, "embedding": content}))
+    usage = json.dumps({"prompt_tokens": num_tokens, "total_tokens": num_tokens})
+    body = f'{{"object":"list","data":[{",".join(parts)}],"model":{json.dumps(name)},"usage":{usage}}}'
+    return Response(body, media_type="application/json")

@@ -5,7 +5,7 @@ import hashlib
 import ipaddress
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import uvicorn
@@ -14,7 +14,7 @@ from lm.common.errors import UserError
 from lm.hardware.device import explain_out_of_memory
 from lm.inference.config import Pooling, Quantization
 from lm.inference.scheduler import Scheduler
-from tasks.runs.models import ResolvedModel
+from tasks.runs.models import DirectoryModel, ResolvedModel
 from textmill.server.access import RequestTimeout, parse_origin
 from textmill.server.app import ALIAS, build_app
 from textmill.server.kv_memory import describe_kv_memory, free_bytes
@@ -33,6 +33,7 @@ def serve(
     api_key: str | None = None,
     served_model_name: str = "",
     allowed_origins: Sequence[str] = (),
+    adapters: Mapping[str, DirectoryModel] | None = None,
     pooling: Pooling = "last",
     kv_bytes: int | None = None,
     max_context: int | None = None,
@@ -44,8 +45,10 @@ def serve(
     take at most ``kv_bytes``, by default half of the memory that is free when the model is loaded. ``max_context`` and
     ``options`` are arguments of :func:`build_app`. Raises UserError for invalid arguments and an address in use.
     """
-    if not served_model_name.isprintable() or served_model_name.strip() != served_model_name:
-        raise UserError("--served_model_name must be printable text without spaces around it.")
+    adapters = adapters or {}
+    for option, given in (("served_model_name", served_model_name), *(("adapters", given) for given in adapters)):
+        if not given.isprintable() or given.strip() != given:
+            raise UserError(f"--{option} must be printable text without spaces around it.")
     origins = [*dict.fromkeys(map(parse_origin, allowed_origins))]
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
         raise UserError("The API key must be printable ASCII text without spaces around it, and not empty.")
@@ -60,18 +63,26 @@ def serve(
         address, port, *_ = listener.getsockname()
         ip_address = ipaddress.ip_address(address)
         is_private = api_key is None and ip_address.is_loopback
-        model, tokenizer = resolved.load_for_inference(device, quantization)
+        directories = {name: adapter.directory for name, adapter in adapters.items()}
+        model, tokenizer = resolved.load_for_inference(device, quantization, directories)
         found_name = resolved.public_name if resolved.public_name.isprintable() else ""
         name = served_model_name or found_name or ALIAS
-        # Hashed: it may hold the path of a directory, which is not for clients.
-        identity = hashlib.sha256(f"{resolved.identify()} {quantization}".encode()).hexdigest()[:16]
+        if taken := adapters.keys() & {name, ALIAS}:
+            raise UserError(f"--adapters: {min(taken)} is the name of the base; choose another one for the adapter.")
+
+        def identify(*models: ResolvedModel) -> str:
+            # Hashed: it may hold the path of a directory, which is not for clients.
+            text = " ".join([*(model.identify() for model in models), quantization])
+            return hashlib.sha256(text.encode()).hexdigest()[:16]
+
         with explain_out_of_memory("The KV cache does not fit into memory; lower --kv_memory."):
             app = build_app(
                 model,
                 tokenizer,
                 name,
                 api_key=api_key,
-                identity=identity,
+                identity=identify(resolved),
+                adapters={name: identify(resolved, adapter) for name, adapter in adapters.items()},
                 is_private=is_private,
                 is_post_trained=resolved.is_post_trained,
                 allowed_origins=origins,
@@ -91,6 +102,8 @@ def serve(
         place = f"{url}/v1 and on all other addresses of this machine" if ip_address.is_unspecified else f"{url}/v1"
         print(f"Serving {found_name or resolved.name} on {place}. Ctrl-C stops the server.", flush=True)
         print(f"Model name for clients: {name}", flush=True)
+        if adapters:
+            print(f"With adapters: {', '.join(adapters)}", flush=True)
         print(f"Page to try it: {url}/", flush=True)
         print(describe_kv_memory(app.state.scheduler, max_context or model.config.context_length), flush=True)
         config = uvicorn.Config(

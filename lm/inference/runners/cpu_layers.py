@@ -11,9 +11,6 @@ al. 2022 (LLM.int8(), row-wise absmax quantization).
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.inference.config import Quantization
+from lm.inference.kernel_threads import run_in_threads, split_evenly
 from lm.inference.kv_cache import PAGE_TOKENS
 from lm.inference.runners.torch_runner import DecodeAttention
 from lm.kernels.decode import norm_attention, small_batch_matmul
@@ -60,26 +58,6 @@ def join_floats(tensors: Sequence[Tensor]) -> Stored:
     return flat_array(torch.cat([tensor.detach().float().flatten() for tensor in tensors] or [torch.empty(0)]))
 
 
-@cache
-def thread_pool() -> ThreadPoolExecutor:
-    """Return the threads that compute beside the calling one."""
-    return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1))
-
-
-def _run_in_threads(kernel: Callable[..., None], jobs: Sequence[tuple[Any, ...]]) -> None:
-    """Call ``kernel(*job)`` for each job: the first in this thread, the others beside it."""
-    futures = [thread_pool().submit(kernel, *job) for job in jobs[1:]]
-    kernel(*jobs[0])
-    for future in futures:
-        future.result()
-
-
-def _split_evenly(count: int, parts: int) -> list[tuple[int, int]]:
-    """Return the (start, end) of parts of ``range(count)``."""
-    bounds = [count * part // parts for part in range(parts + 1)]
-    return list(zip(bounds, bounds[1:], strict=False))
-
-
 def _flat_matrix(weight: Tensor, scale: Tensor | None) -> Matrix:
     """Return a weight (out, in) and the scales of its rows, if it has them, for kernels."""
     return Matrix(flat_array(weight), _NO_SCALES if scale is None else flat_array(scale), 0, 0, *weight.shape)
@@ -95,8 +73,8 @@ def matmul_small_batch(weight: Tensor, x: Tensor, scale: Tensor | None = None) -
     flat_x, flat_out = flat_array(x.float().contiguous()), flat_array(out)
     threads = torch.get_num_threads() if weight.nbytes > _MIN_BYTES_OF_MATRIX else 1
     matrix = _flat_matrix(weight, scale)
-    jobs = [(matrix, flat_x, len(x), first, last, flat_out) for first, last in _split_evenly(outputs, threads)]
-    _run_in_threads(small_batch_matmul.matmul, jobs)
+    jobs = [(matrix, flat_x, len(x), first, last, flat_out) for first, last in split_evenly(outputs, threads)]
+    run_in_threads(small_batch_matmul.matmul, jobs)
     return out.to(x.dtype)
 
 
@@ -165,9 +143,9 @@ class LowPrecisionLinear(JoinedLinear):
         flat_block = flat_array(block)
         for first in range(0, outputs, _BLOCK_OUTPUTS):
             size = min(_BLOCK_OUTPUTS, outputs - first)
-            bounds = _split_evenly(size, torch.get_num_threads())
+            bounds = split_evenly(size, torch.get_num_threads())
             jobs = [(matrix, first + start, first + end, flat_block[start * columns :]) for start, end in bounds]
-            _run_in_threads(small_batch_matmul.dequantize, jobs)
+            run_in_threads(small_batch_matmul.dequantize, jobs)
             torch.mm(x, block[:size].T, out=out[:, first : first + size])
         return out.to(rows.dtype)
 
@@ -243,9 +221,9 @@ class CpuAttention(MultiHeadSelfAttention):
         threads = torch.get_num_threads() if bytes_read > _MIN_BYTES_FOR_THREADS else 1
         scratch = np.empty((threads, norm_attention.count_scratch(self.shape, pages_BM.shape[1])), np.float32)
         flat_qkv, flat_out = flat_array(qkv.float()), flat_array(out)
-        bounds = zip(_split_evenly(batch_size * kv_heads, threads), scratch, strict=True)
+        bounds = zip(split_evenly(batch_size * kv_heads, threads), scratch, strict=True)
         jobs = [(self.shape, arrays, flat_qkv, *part, own, flat_out) for part, own in bounds]
-        _run_in_threads(norm_attention.attend, jobs)
+        run_in_threads(norm_attention.attend, jobs)
         return out.to(qkv.dtype)
 
 

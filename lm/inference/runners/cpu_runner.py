@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lm.inference.kernel_threads import thread_pool
 from lm.inference.kv_cache import KVCache, Tokens
 from lm.inference.runners.cpu_layers import (
     MAX_SMALL_BATCH,
@@ -18,12 +19,11 @@ from lm.inference.runners.cpu_layers import (
     LowPrecisionLinear,
     flat_array,
     join_floats,
-    thread_pool,
 )
 from lm.inference.runners.torch_runner import TorchRunner
 from lm.kernels.decode import fused_step
-from lm.kernels.decode.fused_step import Network, Step
-from lm.kernels.decode.norm_attention import CacheArrays, count_scratch
+from lm.kernels.decode.fused_step import Adapters, Network, Step
+from lm.kernels.decode.norm_attention import AttentionLayer, CacheArrays, count_scratch
 from lm.model.norm import RMSNorm
 from lm.model.transformer import TransformerLM
 
@@ -62,6 +62,20 @@ def _matrices(model: TransformerLM) -> list[Any]:
     return [*(matrix for matrices in of_layers for matrix in matrices), model.lm_head]
 
 
+def _describe_adapters(model: TransformerLM, attention: AttentionLayer) -> Adapters:
+    """Describe the adapters of a model for the kernel."""
+    stacks = [layer.adapters.stack if hasattr(layer, "adapters") else None for layer in _matrices(model)[:-1]]
+    heads = np.cumsum([attention.heads, attention.kv_heads, attention.kv_heads]) * attention.head_dim
+    d_model, d_ff = model.config.d_model, model.config.d_ff
+    first = next(filter(None, stacks), None)
+    return Adapters(
+        numbers=first.numbers if first else np.empty(0, np.float32),
+        starts=np.array([(stack.a_start, stack.b_start) if stack else (-1, -1) for stack in stacks], np.int64).ravel(),
+        ends=np.array([*heads, d_model, d_ff, 2 * d_ff, d_model], np.int64),
+        rank=int(first.rank) if first else 0,
+    )
+
+
 def _create_network(model: TransformerLM) -> Network:
     """Describe a model with shared weights for the kernel."""
     layers: Any = model.layers
@@ -90,6 +104,7 @@ def _create_network(model: TransformerLM) -> Network:
         vocab_size=len(matrices[-1].weight),
         eps=config.norm_eps,
         residual_multiplier=config.factors.residual,
+        adapters=_describe_adapters(model, shapes[0]),
     )
 
 
@@ -110,17 +125,21 @@ class CpuRunner(TorchRunner):
             "gate": network.d_ff,
             "value": network.d_ff,
             "logits": network.vocab_size,
+            "low_rank": int(max(network.adapters.ends)) if network.adapters.rank else 0,
         }
+        num_phases = fused_step.PHASES_PER_LAYER + (4 if network.adapters.rank else 0)
         num_threads = torch.get_num_threads() if network.weights.nbytes > _MIN_BYTES_FOR_THREADS else 1
         self._step = Step(
             tokens=0,
             chunks=1 if num_threads == 1 else num_threads * _CHUNKS_PER_THREAD,
             has_logits=False,
-            progress=np.zeros(2 * (fused_step.PHASES_PER_LAYER * network.num_layers + 1), np.int64),
+            adapters=np.empty(0, np.int64),
+            progress=np.zeros(2 * (num_phases * network.num_layers + 1), np.int64),
             **{name: np.empty(self.max_tokens * size, np.float32) for name, size in sizes.items()},
         )
         normed = np.empty((num_threads, self.max_tokens * network.d_model), np.float32)
-        scratch = np.empty((num_threads, count_scratch(attention, cache.page_table.shape[1])), np.float32)
+        scratch_size = max(count_scratch(attention, cache.page_table.shape[1]), 3 * network.adapters.rank)
+        scratch = np.empty((num_threads, scratch_size), np.float32)
         self._threads = list(zip(normed, scratch, strict=True))
 
     def decode(self, inputs_2B: Tensor, max_position: int) -> Tensor:
@@ -159,7 +178,10 @@ class CpuRunner(TorchRunner):
                 torch.set_num_threads(num_threads)
 
     def _run(self, ids_N: Tensor, rows_N: Tensor, positions_N: Tensor, has_logits: bool) -> Step:
+        adapters_N = self.cache.adapters_of(rows_N.tolist())
         step = self._step._replace(tokens=len(ids_N), has_logits=has_logits)
+        if adapters_N is not None:
+            step = step._replace(adapters=adapters_N.numpy())
         step.progress.fill(0)
         self._rows(step.x, len(ids_N))[:] = self.model.embed(ids_N)
         keys, values, page_table = self.cache.keys, self.cache.values, self.cache.page_table

@@ -3,7 +3,7 @@
 A :class:`Runner` has three forms: torch's operators, the reference for any device and model; CPUs; NVIDIA GPUs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol
@@ -19,7 +19,9 @@ from lm.inference.runners.cpu_layers import CPU_LAYERS, LowPrecisionLinear, Make
 from lm.inference.runners.cpu_runner import CpuRunner, can_fuse, share_weights
 from lm.inference.runners.cuda_runner import CudaRunner, can_use_triton, join_layers
 from lm.inference.runners.torch_runner import TorchRunner
+from lm.inference.served_adapters import attach_adapters, has_adapters
 from lm.kernels.jit import log_compilation
+from lm.model.adapter import LowRank, choose_targets
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 
@@ -49,18 +51,24 @@ def make_runner(model: TransformerLM, cache: KVCache) -> Runner:
     """Return the fastest form for ``model``, as :func:`prepare_for_inference` left it."""
     if can_fuse(model):
         return CpuRunner(model, cache)
-    return (CudaRunner if cache.keys.device.type == "cuda" else TorchRunner)(model, cache)
+    has_graphs = cache.keys.device.type == "cuda" and not has_adapters(model)  # graphs know no adapters of rows
+    return (CudaRunner if has_graphs else TorchRunner)(model, cache)
 
 
 def prepare_for_inference(
-    model: TransformerLM, dtype: torch.dtype | None = None, quantization: Quantization = "none"
+    model: TransformerLM,
+    dtype: torch.dtype | None = None,
+    quantization: Quantization = "none",
+    adapters: Sequence[Mapping[str, LowRank]] = (),
 ) -> TransformerLM:
     """Convert ``model`` in place to ``dtype`` (default: the embedding's) and fast layers for its device, and return it.
 
     The quantization bfloat16 is that dtype. With int8 the matrices are int8, all else is float32. On a GPU, matrices
-    with the same input become views of one, if the Triton kernels can compute the model. It can no longer be trained,
-    saved, cast or moved. Raises UserError for int8 on another device than the CPU.
+    with the same input become views of one, if the Triton kernels can compute the model. ``adapters``, each the
+    matrices for layers by their names, are numbered from 1 for generations; the weights of the model stay as they are.
+    It can no longer be trained, saved, cast or moved. Raises UserError for int8 on another device than the CPU.
     """
+    shapes = {name: layer.shape for name, layer in choose_targets(model, []).items()}
     model.requires_grad_(False)
     first = next(model.parameters())
     if quantization == "int8" and first.device.type != "cpu":
@@ -75,7 +83,9 @@ def prepare_for_inference(
         make_linear = _choose_linear(model, dtype, quantization)
         compile_kernels(dtype, quantization)
         _prepare_for_cpu(model, make_linear)
-    if first.device.type == "cuda" and can_use_triton(model):
+    if adapters:
+        attach_adapters(model, adapters, shapes)
+    elif first.device.type == "cuda" and can_use_triton(model):
         join_layers(model)
         torch.cuda.empty_cache()  # of the matrices before they were joined
     return model

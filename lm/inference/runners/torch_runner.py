@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lm.inference.kv_cache import PAGE_TOKENS, KVCache, Tokens, count_pages
+from lm.inference.served_adapters import use_adapters
 from lm.model.ops.causal_attention import causal_attention
 from lm.model.ops.windowed_attention import PLAIN, AttentionRule, masked_attention
 from lm.model.transformer import TransformerLM
@@ -29,7 +30,9 @@ class TorchRunner:
 
     def decode(self, inputs_2B: Tensor, max_position: int) -> Tensor:
         """Return logits (B, V) of one new token in each of the first B rows."""
-        return self.decode_pages(inputs_2B, self.cache.page_table[: inputs_2B.shape[1]], max_position)
+        count = inputs_2B.shape[1]
+        with use_adapters(self.cache.adapters_of(range(count))):
+            return self.decode_pages(inputs_2B, self.cache.page_table[:count], max_position)
 
     def decode_pages(self, inputs_2B: Tensor, pages_BM: Tensor, max_position: int) -> Tensor:
         """Return logits (B, V) of one new token in each of B sequences with these pages."""
@@ -50,7 +53,9 @@ class TorchRunner:
         attend = _attend_suffix if any(starts) else _attend_whole  # whole sequences have a faster attention
         last_position = self.model.config.context_length - 1  # of padding, whose result is not used
         positions_BT = new.positions_BT.clamp(max=last_position)
-        hidden_BTD = self.model.hidden_states(ids_BT, positions_BT, [partial(attend, new, *layer) for layer in layers])
+        attention = [partial(attend, new, *layer) for layer in layers]
+        with use_adapters(self.cache.adapters_of(rows)):
+            hidden_BTD = self.model.hidden_states(ids_BT, positions_BT, attention)
         return [hidden_TD[:length] for hidden_TD, length in zip(hidden_BTD, lengths, strict=True)]
 
     def sampling_context(self, batch_size: int) -> AbstractContextManager[None]:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from lm.checkpoint.external import load_any_model, load_external, read_context_length
 from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
-from lm.checkpoint.peft import LowRank, StoredAdapter, digest_of_files, save_peft
+from lm.checkpoint.peft import StoredAdapter, digest_of_files, save_peft
 from lm.common.errors import UserError
 from lm.files.checksum import file_checksum
-from lm.model.adapter import adapted_layers, add_adapter, trained_parameters
+from lm.model.adapter import LowRank, adapted_layers, add_adapter, trained_parameters
 from lm.model.config import AdapterConfig, ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.optim.adamw import AdamW
@@ -226,6 +226,8 @@ def rename_first(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
         (lambda d: edit_config(d, bias="all"), "bias 'all' is not supported"),
         (lambda d: edit_config(d, modules_to_save=["embed_tokens"]), "modules_to_save is not supported; merge"),
         (lambda d: edit_config(d, lora_alpha="x"), "lora_alpha is 'x'; it must be a number above 0"),
+        (lambda d: edit_config(d, lora_alpha=10**400), "lora_alpha is 1000.*; it must be a number above 0, at most"),
+        (lambda d: edit_tensors(d, lambda t: {n: x[:0] if "_A" in n else x[:, :0] for n, x in t.items()}), r"A \(0, "),
         (lambda d: edit_config(d, alpha_pattern={"(a+)+": 1}), "alpha_pattern is supported with names of layers alone"),
         (lambda d: edit_config(d, base_model_name_or_path=None), "names no base_model_name_or_path"),
         (
@@ -233,6 +235,8 @@ def rename_first(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
             "of the model 'org/no', and there is no",
         ),
         (lambda d: edit_config(d, base_model_name_or_path=str(d)), "and there is no such directory"),
+        (lambda d: edit_config(d, base_model_name_or_path="a" * 3000), "of the model 'a{200}', and there is no"),
+        (lambda d: edit_tensors(d, lambda t: t | {Q: t[Q].int()}), "q_proj.lora_A.weight, which is no low-rank"),
         (
             lambda d: edit_tensors(d, lambda t: rename_first(t, Q.replace("q_p", "p"))),
             "which is no low-rank matrix",
