@@ -74,6 +74,8 @@ class Distillation(RolloutObjective):
     @classmethod
     def from_job(cls, job: PosttrainJob, inputs: ObjectiveInputs[Any]) -> Self:
         """Return the objective of a job. Starts a process if the job has rewards."""
+        if not job.teacher:
+            raise UserError("The job of distill names no teacher.")
         teacher = load_beside(Path(job.teacher), inputs.model, inputs.base)
         worker = RewardWorker(job.rewards, _REWARD_SECONDS) if job.rewards else None
         config = DistillConfig(train=job.config, **job.settings)

@@ -1,6 +1,7 @@
 """The objective of distillation: gradients, answers of the data, metrics, adapters as teachers, and what is refused."""
 
 import re
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,24 @@ def test_an_adapter_over_the_same_base_is_a_teacher_without_a_copy(tmp_path: Pat
         tolerance = 0.1 if dtype == "bfloat16" else 1e-4
         torch.testing.assert_close(teacher(ids).float(), load_model(checkpoint)(ids), atol=tolerance, rtol=1e-4)
     assert torch.equal(model(ids), expected), "the model itself has not changed"
+
+
+def test_a_job_shares_the_base_of_its_adapter_with_that_of_its_teacher(tmp_path: Path) -> None:
+    adapter = AdapterConfig(rank=2, alpha=8)
+    teacher_path = write_posttrain_job(tmp_path / "teacher", "sft", adapter=adapter)
+    train_here(PosttrainJob.read(teacher_path))
+    path = write_posttrain_job(tmp_path / "student", "distill", {"max_new_tokens": 4}, adapter)
+    job = PosttrainJob.read(path)
+    job.teacher = str(teacher_path.parent / "step-0000006")
+    with ExitStack() as job.contexts:
+        trainer = job.make_trainer(tmp_path / "out", torch.device("cpu"))
+        objective = trainer.objective
+        assert isinstance(objective, Distillation)
+        assert objective.teacher.head_weight is trainer.model.head_weight
+        assert not torch.equal(objective.teacher(torch.tensor([[1, 2]])), trainer.model(torch.tensor([[1, 2]])))
+    job.teacher = ""
+    with pytest.raises(UserError, match="The job of distill names no teacher"):
+        job.make_trainer(tmp_path / "out", torch.device("cpu"))
 
 
 def test_other_teachers_are_loaded_whole(tmp_path: Path) -> None:
