@@ -62,7 +62,7 @@ class DistillConfig(Config, section="distill"):
     """The model to learn from: the name of a run below the root, or a directory of Hugging Face, peft or Meta. It must
     have the tokens of the model that learns."""
     train: TrainConfig = field(default_factory=lambda: TrainConfig(steps=100, max_lr=1e-4, min_lr=0, warmup_steps=5))
-    """The training. batch_size: responses per step of all processes, each to another prompt."""
+    """The training. batch_size: responses per step, each to another prompt."""
     beta: float = bounded_field(1.0, ge=0, le=1)
     """Divergence to minimize. 1: KL(model, teacher), reverse, for a model that writes little that the teacher would
     not. 0: KL(teacher, model), forward, for one that may write all that the teacher would. Between: generalized
