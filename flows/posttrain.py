@@ -17,6 +17,7 @@ from lm.model.config import AdapterConfig
 from lm.posttrain.config import (
     ComparisonConfig,
     DialogsConfig,
+    DistillConfig,
     DPOConfig,
     GRPOConfig,
     Method,
@@ -27,13 +28,16 @@ from lm.train.config import TrainConfig
 from tasks.base import base
 from tasks.dialogs import dialogs, find_dialog_sources
 from tasks.evaluate import evaluate
-from tasks.posttrain import ppo, preference, reinforce, reward_model, sft
+from tasks.posttrain import distill, ppo, preference, reinforce, reward_model, sft
 from tasks.runs.models import PRETRAINED_STAGES, latest_model
 from tasks.runtime.execution import Execution
 from tasks.runtime.output import Ref
 from tasks.runtime.store import Store
+from tasks.start_model import check_teacher
 
-PosttrainStage = Literal["base", "dialogs", "sft", "preference", "reward_model", "reinforce", "ppo", "evaluate"]
+PosttrainStage = Literal[
+    "base", "dialogs", "sft", "distill", "preference", "reward_model", "reinforce", "ppo", "evaluate"
+]
 
 
 @dataclass(frozen=True)
@@ -53,12 +57,15 @@ class PosttrainConfig(FlowConfig):
     """Model to start from: the name of a run below the root, or a directory of Hugging Face or Meta. Default: the model
     that the pipeline trained last."""
     methods: list[Method] = field(default_factory=lambda: ["sft", "reinforce"])
-    """Training methods. They run in the order sft, preference, reward_model, reinforce, ppo, each from the model of the
-    one before. ppo requires reward_model; the reward model is not used as the next starting model."""
+    """Training methods. They run in the order sft, distill, preference, reward_model, reinforce, ppo, each from the
+    model of the one before. distill requires distill.teacher. ppo requires reward_model; the reward model is not used
+    as the next starting model."""
     dialogs: DialogsConfig = field(default_factory=DialogsConfig)
     """Dialogs, pairs of answers, and problems with a reward."""
     sft: TrainConfig = field(default_factory=lambda: TrainConfig(steps=300, max_lr=1e-4, min_lr=0, warmup_steps=20))
     """Supervised fine-tuning. batch_size: packed rows per step."""
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    """Distillation on policy from a teacher."""
     preference: DPOConfig = field(default_factory=DPOConfig)
     """Direct preference optimization."""
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
@@ -97,6 +104,11 @@ class PosttrainConfig(FlowConfig):
             raise UserError(
                 "methods has ppo without reward_model. ppo learns from a reward model; add reward_model to methods."
             )
+
+        if "distill" in self.methods and not self.distill.teacher:
+            raise UserError("methods has distill, which learns from another model; name it in distill.teacher.")
+        if self.distill.teacher and "distill" not in self.methods:
+            raise UserError("distill.teacher names a teacher, but methods has no distill; add it to methods.")
 
     @property
     def judged(self) -> GRPOConfig | PPOConfig:
@@ -139,6 +151,8 @@ class PosttrainConfig(FlowConfig):
             versions = reward_libraries(task, self.judged.rewards)
         elif stage in ("reinforce", "ppo") and stage in self.methods:
             versions = reward_libraries(task, getattr(self, stage).rewards)
+        elif stage == "distill" and stage in self.methods:
+            versions = reward_libraries(task, {})
         return [versions] if versions else []  # only then an argument, and part of the key
 
     def has_demo_problems(self) -> bool:
@@ -148,27 +162,34 @@ class PosttrainConfig(FlowConfig):
 
 def posttrain_stages(config: PosttrainConfig, executor: Executor) -> None:
     """Run all stages."""
-    model, sources = executor.find_inputs(_find_inputs)
+    model, sources, teacher = executor.find_inputs(_find_inputs)
     start = executor.finish(executor.call(base, *open_start(model, executor)))
+    judges = dict[str, Ref]()
+    if teacher is not None:
+        judges["distill"], tokenizer = open_start(teacher, executor)
+        executor.read(check_teacher, judges["distill"], tokenizer, start)
     data = executor.finish(executor.call(dialogs, *sources, config.dialogs, *config.libraries("dialogs")))
-    models, outputs = [start], dict[str, Ref]()
-    for stage in (sft, preference, reward_model, reinforce, ppo):
+    models = [start]
+    for stage in (sft, distill, preference, reward_model, reinforce, ppo):
         if stage.name in config.methods:
-            judges = [outputs["reward_model"]] if stage is ppo else []
             arguments = start, data, *config.arguments(stage.name)
-            outputs[stage.name] = executor.finish(executor.call(stage, models[-1], *judges, *arguments))
-            if stage is not reward_model:
-                models.append(outputs[stage.name])
+            judge = [judges[stage.name]] if stage.name in judges else []
+            output = executor.finish(executor.call(stage, models[-1], *judge, *arguments))
+            if stage is reward_model:
+                judges["ppo"] = output
+            else:
+                models.append(output)
     rewards = config.judged.rewards, config.judged.reward_seconds
     executor.finish(
         executor.call(evaluate, models, start, data, *rewards, config.evaluate, *config.libraries("evaluate"))
     )
 
 
-def _find_inputs(config: PosttrainConfig, store: Store) -> tuple[Any, Any]:
-    """Return the model to start from, and the sources of the dialogs and the problems."""
+def _find_inputs(config: PosttrainConfig, store: Store) -> tuple[Any, Any, Any]:
+    """Return the model to start from, the sources of the dialogs and the problems, and the teacher if there is one."""
     model = find_start(config.base, store) if config.base else latest_model(store, store.base, PRETRAINED_STAGES)
-    return model, find_dialog_sources(config.dialogs, store)
+    teacher = find_start(config.distill.teacher, store) if config.distill.teacher else None
+    return model, find_dialog_sources(config.dialogs, store), teacher
 
 
 posttrain: Any  # the flow, see __getattr__

@@ -1,11 +1,12 @@
-"""Stages of post-training: ``sft``, ``preference`` (DPO), ``reward_model``, ``reinforce`` (GRPO) and ``ppo``."""
+"""Stages of post-training: ``sft``, ``distill``, ``preference`` (DPO), ``reward_model``, ``reinforce`` (GRPO), and
+``ppo``."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lm.common.errors import UserError
 from lm.model.config import AdapterConfig
-from lm.posttrain.config import DPOConfig, GRPOConfig, PPOConfig, RewardModelConfig, reward_weights
+from lm.posttrain.config import DistillConfig, DPOConfig, GRPOConfig, PPOConfig, RewardModelConfig, reward_weights
 from lm.train.config import TrainConfig
 from tasks.pages import posttrain as pages
 from tasks.runtime.locks import training_slot
@@ -20,11 +21,14 @@ if TYPE_CHECKING:
 
 _EXAMPLES = {
     "sft": "dialogs",
+    "distill": "problems",
     "preference": "pairs",
     "reward_model": "pairs",
     "reinforce": "problems",
     "ppo": "problems",
 }
+_PROMPTS = {"distill": "dialogs", "ppo": "pairs"}
+"""Examples whose prompts a method takes if there are no problems."""
 
 
 def _options(objective: str) -> dict[str, Any]:
@@ -72,7 +76,23 @@ def ppo(
     adapter: AdapterConfig | None = None,
 ) -> None:
     """Learn from the rewards of a reward model."""
-    job = make_posttrain_job(out, "ppo", model, tokenizer, data, config, reward_model, adapter)
+    job = make_posttrain_job(out, "ppo", model, tokenizer, data, config, reward_model, adapter=adapter)
+    run_training(out, job, pages.unfinished)
+
+
+@stage("distill", **_options("distillation"))
+def distill(
+    out: Attempt,
+    model: Output,
+    teacher: Output,
+    tokenizer: Output,
+    data: Output,
+    config: DistillConfig,
+    libraries: dict[str, str] | None = None,
+    adapter: AdapterConfig | None = None,
+) -> None:
+    """Learn the probabilities that a teacher gives to the next tokens."""
+    job = make_posttrain_job(out, "distill", model, tokenizer, data, config, teacher=teacher, adapter=adapter)
     run_training(out, job, pages.unfinished)
 
 
@@ -82,8 +102,9 @@ def make_posttrain_job(
     model: Output,
     tokenizer: Output,
     data: Output,
-    config: TrainConfig | DPOConfig | RewardModelConfig | GRPOConfig | PPOConfig,
+    config: TrainConfig | DistillConfig | DPOConfig | RewardModelConfig | GRPOConfig | PPOConfig,
     reward_model: Output | None = None,
+    teacher: Output | None = None,
     adapter: AdapterConfig | None = None,
 ) -> "PosttrainJob":
     """Return the job of a method. ``data`` is the output of ``dialogs``, ``tokenizer`` that of ``base``.
@@ -93,18 +114,18 @@ def make_posttrain_job(
     from lm.posttrain.job import PosttrainJob
 
     figures, examples = data.manifest["figures"], _EXAMPLES[method]
-    if method == "ppo" and not figures[examples]["train"]:
-        examples = "pairs"  # their prompts
+    if method in _PROMPTS and not figures[examples]["train"]:
+        examples = _PROMPTS[method]
     if not figures[examples]["train"]:
         raise UserError(_explain_no_examples(method, examples, figures))
     train = config if isinstance(config, TrainConfig) else config.train
     settings = {name: value for name, value in asdict(config).items() if name != "train"} if config is not train else {}
     rewards: dict[str, float] = {}
-    if isinstance(config, (GRPOConfig, PPOConfig)):
-        rewards = reward_weights(config.rewards, data.json("examples.json")["reward"])
+    if isinstance(config, (DistillConfig, GRPOConfig, PPOConfig)):
+        own = {} if isinstance(config, DistillConfig) else config.rewards  # distillation only logs that of the task
+        rewards = reward_weights(own, data.json("examples.json")["reward"])
     inputs = {"model": model, "tokenizer": tokenizer, "examples": data}
-    if reward_model:
-        inputs["reward_model"] = reward_model
+    inputs |= {name: output for name, output in (("reward_model", reward_model), ("teacher", teacher)) if output}
     return PosttrainJob(
         config=train,
         method=method,
@@ -115,6 +136,7 @@ def make_posttrain_job(
         valid=relative_path(out, data.path(f"{examples}-valid.jsonl")),
         rewards=rewards,
         reward_model=best_checkpoint(out, reward_model) if reward_model else "",
+        teacher=best_checkpoint(out, teacher) if teacher else "",
         digests={name: output.digest for name, output in inputs.items()},
         out=".",
         execution=out.run.execution,

@@ -1,4 +1,4 @@
-"""What the stages read of the model that a training continues from."""
+"""What the flows read of the model that a training continues from, and of the teacher that it learns from."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,6 +28,23 @@ def read_start(store: Store, model: Ref, tokenizer: Ref, stated: Mapping[str, An
             "Set data.separator to the one that ends a document."
         )
     return [loaded.special_tokens, loaded.pattern, config]
+
+
+def check_teacher(store: Store, teacher: Ref, tokenizer: Ref, start: Ref) -> None:
+    """Raise UserError if a ``teacher`` with this tokenizer has other token ids than the model ``start``."""
+    from lm.tokenizer.tokenizer import Tokenizer
+
+    vocab, own = (Tokenizer.load(read_output(store, ref).directory("tokenizer")).vocab for ref in (tokenizer, start))
+    sizes = [read_trained_config(read_output(store, ref)).vocab_size for ref in (teacher, start)]
+    if vocab == own and sizes[0] == sizes[1]:
+        return
+    different = next((number for number in sorted({*own, *vocab}) if own.get(number) != vocab.get(number)), max(own))
+    raise UserError(
+        f"The teacher of distill.teacher has other tokens than the model that learns: {sizes[0]:,} and {sizes[1]:,} "
+        f"ids, and the first that differs is {different}: {vocab.get(different)!r} and {own.get(different)!r}. "
+        "Distillation compares probabilities of tokens, so name a teacher with the same tokenizer. A run of textmill "
+        "must be post-trained, because the chat template adds tokens."
+    )
 
 
 def read_trained_config(model: Output) -> ModelConfig:

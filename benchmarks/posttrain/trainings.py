@@ -28,13 +28,15 @@ def make_dialog(prompt: str, answer: str) -> Dialog:
 
 def train(
     directory: Path,
-    method: Literal["sft", "preference", "reinforce"],
+    method: Literal["sft", "distill", "preference", "reinforce"],
     model: Path,
     tokenizer: Path,
     examples: tuple[Sequence[Example], Sequence[Example]],
     config: TrainConfig,
     settings: Mapping[str, Any] | None = None,
     rewards: Mapping[str, float] | None = None,
+    teacher: Path | None = None,
+    threads: int | None = None,
 ) -> Path:
     """Train ``model`` on the first ``examples``, evaluate it on the second; return the last checkpoint.
 
@@ -56,9 +58,10 @@ def train(
             train=str(paths[0]),
             valid=str(paths[1]),
             rewards=dict(rewards or {}),
+            teacher=str(teacher or ""),
             digests={},
             out=str(directory),
-            execution=Execution(device="auto", log_interval=1),
+            execution=Execution(threads=threads, device="auto", log_interval=1),
         )
         with job.prepare() as run:
             run()

@@ -44,6 +44,11 @@ class Dialog:
     tools: tuple[dict[str, Any], ...] = ()
     """The functions that the assistant may call, as OpenAI's API has them."""
 
+    @property
+    def prompt(self) -> tuple[Message, ...]:
+        """The messages before the last answer."""
+        return self.messages[:-1]
+
 
 @dataclass(frozen=True)
 class PreferencePair:

@@ -6,10 +6,10 @@ Shapes: I in_features, O out_features, R rank.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -85,6 +85,11 @@ def add_adapter(model: TransformerLM, config: AdapterConfig) -> TransformerLM:
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     for parameter in model.parameters():  # the rotary buffers stay float32
         parameter.data = parameter.data.to(dtype, copy=True)  # it may be mapped from a file
+    return wrap_layers(model, names, config)
+
+
+def wrap_layers(model: TransformerLM, names: Iterable[str], config: AdapterConfig) -> TransformerLM:
+    """Put an adapter around the linear layers of these names, in place, and return ``model``."""
     for name in names:
         base = cast(Linear | NF4Linear, model.get_submodule(name))
         model.set_submodule(name, LoRALinear(base, config.rank, config.alpha, config.dropout))
@@ -153,19 +158,12 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
             layer.is_on = True
 
 
-class _WithoutAdapter(nn.Module):
-    """Calls a model with its adapter off."""
-
-    def __init__(self, model: TransformerLM) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *args: Any) -> Any:
-        with adapter_off(self.model):
-            return self.model(*args)
-
-
-def make_reference(model: TransformerLM) -> nn.Module:
-    """Return a frozen copy of ``model`` as it is now. If it has an adapter, return the model itself with its adapter
-    off, which needs no memory: the model that the adapter started from."""
-    return _WithoutAdapter(model) if adapted_layers(model) else deepcopy(model).requires_grad_(False)
+def make_reference(model: TransformerLM) -> TransformerLM:
+    """Return a frozen copy of ``model`` as it is now. If it has an adapter, return the model that the adapter started
+    from, with the same tensors: it needs no memory."""
+    if not (layers := adapted_layers(model)):
+        return deepcopy(model).requires_grad_(False)
+    reference = deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    for name in layers:
+        reference.set_submodule(name, cast(LoRALinear, reference.get_submodule(name)).base)
+    return reference

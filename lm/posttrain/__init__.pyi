@@ -1,6 +1,7 @@
 from .losses.advantages import compute_gae as compute_gae
 from .losses.advantages import compute_group_normalized_rewards as compute_group_normalized_rewards
 from .losses.advantages import compute_rollout_rewards as compute_rollout_rewards
+from .losses.distillation import compute_divergence as compute_divergence
 from .losses.dpo import compute_dpo_loss as compute_dpo_loss
 from .losses.dpo import compute_per_instance_dpo_loss as compute_per_instance_dpo_loss
 from .losses.dpo import compute_sequence_log_probs as compute_sequence_log_probs

@@ -2,14 +2,14 @@
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from lm.common.config import Config, bounded_field
 from lm.common.errors import UserError
 from lm.eval.rewards import combine_rewards
 from lm.train.config import TrainConfig
 
-Method = Literal["sft", "preference", "reward_model", "reinforce", "ppo"]
+Method = Literal["sft", "distill", "preference", "reward_model", "reinforce", "ppo"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,40 @@ class DialogsConfig(Config, section="dialogs"):
         """Fields that enter the cache key. Files enter it by their content."""
         others = ("train", "valid", "task_train", "task_test", "max_unused_fraction")
         return {name: value for name, value in asdict(self).items() if name not in others}
+
+
+@dataclass(frozen=True)
+class DistillConfig(Config, section="distill"):
+    """Distillation on policy: at each token of its own responses, the model learns the probabilities of a teacher."""
+
+    updates_per_epoch: ClassVar[int] = 1
+    epochs_per_rollout: ClassVar[int] = 1  # each response is used once, while it is the model's own
+
+    teacher: str = ""
+    """The model to learn from: the name of a run below the root, or a directory of Hugging Face, peft or Meta. It must
+    have the tokens of the model that learns."""
+    train: TrainConfig = field(default_factory=lambda: TrainConfig(steps=100, max_lr=1e-4, min_lr=0, warmup_steps=5))
+    """The training. batch_size: responses per step, each to another prompt."""
+    beta: float = bounded_field(1.0, ge=0, le=1)
+    """Divergence to minimize. 1: KL(model, teacher), reverse, for a model that writes little that the teacher would
+    not. 0: KL(teacher, model), forward, for one that may write all that the teacher would. Between: generalized
+    Jensen-Shannon divergence."""
+    temperature: float = bounded_field(1.0, gt=0, lt=math.inf)
+    """Divisor of the logits of both models in the divergence. Responses are sampled at temperature 1."""
+    on_policy_fraction: float = bounded_field(1.0, ge=0, le=1)
+    """Share of the responses that the model samples itself. The others are the answers of the dialogs, or the solutions
+    of the problems; a problem without one is always answered by the model."""
+    max_new_tokens: int = bounded_field(64, ge=1)
+    """Maximum number of tokens of a response, with the token that ends it."""
+    valid_problems: int = bounded_field(64, ge=0)
+    """Held-out prompts that an evaluation during the training answers, always the same. At the end, all are
+    answered."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Fields that enter the cache key. The teacher enters it by its content."""
+        fields = {name: value for name, value in asdict(self).items() if name != "teacher"}
+        return fields | {"train": self.train.identity}
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ T = TypeVar("T")
 # Named and not imported: they stand above this module, and a training runs the code of its own method only.
 _OBJECTIVES: dict[Method, str] = {
     "sft": "lm.posttrain.objectives.sft:SupervisedFineTuning",
+    "distill": "lm.posttrain.objectives.distillation:Distillation",
     "preference": "lm.posttrain.objectives.dpo:DPO",
     "reward_model": "lm.posttrain.objectives.reward_model:RewardModeling",
     "reinforce": "lm.posttrain.objectives.grpo:GRPO",
@@ -46,6 +47,8 @@ class ObjectiveInputs(Generic[T]):
     """Held-out examples."""
     digests: dict[str, str] = field(default_factory=dict)
     """Checksums of the input by name."""
+    base: FrozenBase | None = None
+    """The frozen model below the adapter, if ``model`` has one."""
     out: Path = Path()
     """Directory for what a resumed training needs."""
 
@@ -71,19 +74,22 @@ class PosttrainJob(TrainingJob):
     settings: dict[str, Any] = field(default_factory=dict)
     """Fields of the method's config besides ``train``."""
     rewards: dict[str, float] = field(default_factory=dict)
-    """Weight of each reward by name: ``reinforce`` learns from them, ``ppo`` logs them."""
+    """Weight of each reward by name: ``reinforce`` learns from them, ``ppo`` and ``distill`` log them."""
     reward_model: str = ""
     """Directory of the checkpoint of a reward model, for ``ppo``."""
+    teacher: str = ""
+    """Directory of the checkpoint of a teacher, for ``distill``."""
 
     def input_files(self) -> list[str]:
-        """Return the paths of model, tokenizer and examples."""
-        return [self.model, self.tokenizer, self.train, self.valid, *([self.reward_model] if self.reward_model else [])]
+        """Return the paths of models, tokenizer and examples."""
+        return [self.model, self.tokenizer, self.train, self.valid, *filter(None, (self.reward_model, self.teacher))]
 
     def map_paths(self, function: Callable[[str], str]) -> None:
         """Replace each path of an input by ``function`` of it."""
         self.model, self.tokenizer = function(self.model), function(self.tokenizer)
         self.train, self.valid = function(self.train), function(self.valid)
         self.reward_model = self.reward_model and function(self.reward_model)
+        self.teacher = self.teacher and function(self.teacher)
 
     @contextmanager
     def prepare(self) -> Iterator[Callable[..., dict[str, Any]]]:
@@ -124,7 +130,8 @@ class PosttrainJob(TrainingJob):
         train, valid = (
             read_example_rows(Path(path), *objective_type.example_types) for path in (self.train, self.valid)
         )
-        objective = objective_type.from_job(self, ObjectiveInputs(model, tokenizer, train, valid, self.digests, out))
+        inputs = ObjectiveInputs(model, tokenizer, train, valid, self.digests, base, out)
+        objective = objective_type.from_job(self, inputs)
         trainer = Trainer(self.config, model, objective, self.execution, out, base)
         if trainer.balance:  # small batches say little about the load, and rollouts need the choices of the updates
             trainer.balance.freeze_biases()

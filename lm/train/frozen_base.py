@@ -8,13 +8,13 @@ from typing import Any, Self
 
 import torch
 
-from lm.checkpoint.adapter_base import write_base
-from lm.checkpoint.safe_load import check_weights_are_finite
+from lm.checkpoint.adapter_base import read_adapter, write_base
+from lm.checkpoint.safe_load import check_weights_are_finite, load_weights, read_safetensors
 from lm.checkpoint.training_checkpoint import load_model, read_description, weights_digest
 from lm.common.errors import UserError
 from lm.common.execution import Execution
 from lm.distributed.process_group import get_rank
-from lm.model.adapter import adapted_layers, add_adapter, trained_parameters
+from lm.model.adapter import adapted_layers, add_adapter, make_reference, trained_parameters, wrap_layers
 from lm.model.config import AdapterConfig, ModelConfig
 from lm.model.transformer import TransformerLM
 
@@ -76,6 +76,22 @@ def load_start(
     """
     is_mapped = adapter.is_on and adapter.dtype != "float32" and device.type == "cpu"
     return load_model(checkpoint, device, config=config, is_mapped=is_mapped).train()
+
+
+def load_beside(checkpoint: Path, model: TransformerLM, base: FrozenBase | None) -> TransformerLM:
+    """Load a model to the device of ``model``, as :func:`lm.checkpoint.training_checkpoint.load_model` does.
+
+    If it is an adapter over the frozen ``base`` of ``model``, rounded to the same dtype, it shares that base's weights.
+    """
+    about = (read_description(checkpoint) or {}).get("adapter", {})
+    if base is None or (about.get("base"), about.get("dtype")) != (base.digest, base.adapter.dtype):
+        return load_model(checkpoint, model.token_embeddings.weight.device)
+    name, weights = str(checkpoint), read_safetensors(checkpoint / "adapter.safetensors")
+    check_weights_are_finite(weights, name)
+    layers = {key.rpartition(".")[0] for key in weights}
+    shared = wrap_layers(make_reference(model), layers, read_adapter(about, weights, name)[0])
+    load_weights(shared, weights, name)
+    return shared.eval()
 
 
 def whole_weights(execution: Execution, adapter: AdapterConfig) -> Execution:

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 _MAX_CHARACTERS = 400
 _CURVES = {
     "loss": (("loss", "training"), ("valid_loss", "held out")),
+    "divergence from the teacher, nats per token": (
+        ("divergence", "samples"),
+        ("valid_divergence", "held out, greedy"),
+    ),
     "share of pairs in the right order": (("accuracy", "training"), ("valid_accuracy", "held out")),
     "margin between the rewards of a pair": (("margin", "training"), ("valid_margin", "held out")),
     "learned reward": (("learned_reward", "samples"), ("valid_learned_reward", "held out, greedy")),

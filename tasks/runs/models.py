@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 # (stage of the model, stage of its tokenizer); of a run with several, the first is its result.
 # A pretraining that continued from another model has the tokenizer of that.
 PRETRAINED_STAGES = (("train", "merge"), ("train", "import"), ("train", "base"))
-_POSTTRAINED_STAGES = (("ppo", "base"), ("reinforce", "base"), ("preference", "base"), ("sft", "base"))
+_POSTTRAINED_STAGES = tuple((name, "base") for name in ("ppo", "reinforce", "preference", "distill", "sft"))
 RESULT_STAGES = (*_POSTTRAINED_STAGES, *PRETRAINED_STAGES)
 
 

@@ -42,7 +42,7 @@ def test_each_option_of_the_pipeline_is_in_the_reference(pages: dict[str, str]) 
 
 def test_a_section_of_two_configurations_is_described_once(pages: dict[str, str]) -> None:
     page = pages["options-of-posttrain.md"]
-    trainings = [f"{name}.train." for name in ("preference", "reward_model", "reinforce", "ppo")]
+    trainings = [f"{name}.train." for name in ("distill", "preference", "reward_model", "reinforce", "ppo")]
     for name in options(PosttrainConfig):
         is_elsewhere = name.startswith(("sft.", "adapter.", "execution.", *trainings))
         assert (f"### `--{name}` " in page) != is_elsewhere, name

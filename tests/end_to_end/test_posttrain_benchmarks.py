@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.posttrain import addition, words
+from benchmarks.posttrain import addition, distillation, words
 from lm.eval.answers import parse_gsm8k_response
 from lm.eval.problems import Problem
 from lm.eval.rewards import gsm8k_reward
+from lm.model.flops import flops_per_token
 from lm.model.functional import cross_entropy
 from lm.posttrain.objectives.generation import Rollout
 from tests.helpers.posttraining import chat_policy
@@ -76,6 +77,14 @@ def test_figures_of_stories() -> None:
     figures = words.measure(rollouts, problems, None)
     assert (figures["words used"], figures["words missed"], figures["tokens"]) == (0.75, 0.25, 1.5)
     assert figures["stories"][0] == {"prompt": "a", "story": "A cat sat."}
+
+
+def test_flops_of_grpo_and_distillation() -> None:
+    config = chat_policy().config
+    rows = [{**row, "prompt_ids": [0] * 2} for row in rows_of([1.0] * 8 + [0.0] * 7 + [1.0], length=3)]
+    forward = 5 * flops_per_token(config, training=False)
+    assert distillation.count_flops(config, rows, has_teacher=False) == forward * (16 + 3 * 8), "a group has no signal"
+    assert distillation.count_flops(config, rows, has_teacher=True) == forward * 16 * 5
 
 
 @pytest.mark.long

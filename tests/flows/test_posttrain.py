@@ -8,11 +8,13 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from flows.config import PipelineConfig
 from flows.pipeline import pipeline
 from flows.plan import cached_run, plan
 from flows.posttrain import PosttrainConfig, posttrain, posttrain_stages
+from lm.checkpoint.hugging_face import save_hugging_face
 from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
 from lm.data.chat_template import find_template
@@ -21,12 +23,14 @@ from lm.model.config import ModelConfig
 from lm.posttrain.config import (
     ComparisonConfig,
     DialogsConfig,
+    DistillConfig,
     DPOConfig,
     GRPOConfig,
     PPOConfig,
     RewardModelConfig,
 )
 from lm.text.config import DataConfig
+from lm.tokenizer import Tokenizer
 from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig
 from lm.train.tracking import read_metrics
@@ -178,6 +182,61 @@ def test_ppo_learns_from_a_reward_model(
     assert rows["reward_model"].startswith("runs: ") and rows["ppo"] == "runs if the content of reward_model changes"
 
 
+def test_distillation_learns_from_a_run_or_a_directory(
+    trained_root: Path, tmp_path: Path, config: PosttrainConfig
+) -> None:
+    train = quick_config(steps=2, sample_prompts=[])
+    root, data = str(trained_root), replace(config.dialogs, solutions=0)
+    posttrain(replace(config, name="teacher", methods=["sft"]), root, until="sft")
+    other = replace(config, name="second-teacher", methods=["sft"], sft=replace(config.sft, seed=5))
+    posttrain(other, root, until="sft")
+    config = replace(
+        config,
+        methods=["distill"],
+        dialogs=data,
+        distill=DistillConfig(teacher="teacher", train=train, max_new_tokens=3),
+    )
+    record = posttrain(config, root)
+    assert list(record["stages"]) == ["base", "dialogs", "distill", "evaluate"]
+    distilled = output(trained_root, record, "distill")
+    assert has_curves(distilled) and "![divergence from the teacher, nats per token](" in (distilled.page or "")
+    assert output(trained_root, record, "evaluate").manifest["figures"].keys() == {"base", "distill"}
+    model = resolve_model("", root)
+    assert isinstance(model, RunModel) and model.model.ref.stage == "distill"
+    tokenizer = model.load("cpu")[1]
+    assert isinstance(tokenizer, Tokenizer)
+
+    def planned(teacher: str) -> str:
+        rows = plan(posttrain_stages, replace(config, distill=replace(config.distill, teacher=teacher)), root, None, ())
+        return dict(rows)["distill"]
+
+    teacher = resolve_model("teacher", root)
+    assert teacher.name != "teacher" and planned(teacher.name) == "cached", "the key holds the content, not the name"
+    assert planned("second-teacher") == "runs: new content of sft"
+    save_hugging_face(teacher.load("cpu")[0], tokenizer, tmp_path / "exported")
+    config = replace(config, distill=replace(config.distill, teacher=str(tmp_path / "exported")))
+    again = output(trained_root, posttrain(config, root, until="distill"), "distill")
+    checkpoints = (out.directory(out.best_checkpoint) for out in (distilled, again))
+    states = [load_model(checkpoint).state_dict() for checkpoint in checkpoints]
+    assert all(torch.equal(weight, states[1][name]) for name, weight in states[0].items())
+
+
+def test_a_teacher_with_other_tokens_is_refused_before_the_dialogs_are_read(
+    trained_root: Path, config: PosttrainConfig
+) -> None:
+    plain = min((trained_root / "runs").glob("2*.json")).stem  # the pretraining of the fixture
+    config = replace(config, methods=["sft", "distill"], distill=replace(config.distill, teacher=plain))
+    config = replace(config, dialogs=replace(config.dialogs, seed=77))
+    with pytest.raises(UserError, match=r"other tokens than the model that learns: 300 and 304 ids, .* 300: None and"):
+        posttrain(config, str(trained_root))
+    rows = dict(
+        plan(posttrain_stages, replace(config, methods=["sft"], distill=DistillConfig()), str(trained_root), None, ())
+    )
+    assert rows["dialogs"].startswith("runs")
+    with pytest.raises(UserError, match=r"There is no model 'unknown'"):
+        posttrain(replace(config, distill=replace(config.distill, teacher="unknown")), str(trained_root))
+
+
 def test_mistakes_are_named(
     trained_root: Path, tmp_path: Path, config: PosttrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +246,10 @@ def test_mistakes_are_named(
         posttrain(replace(config, base="other"), str(trained_root))
     with pytest.raises(UserError, match="methods has ppo without reward_model"):
         replace(config, methods=["sft", "ppo"])
+    with pytest.raises(UserError, match=r"methods has distill, which learns .* name it in distill\.teacher"):
+        replace(config, methods=["sft", "distill"])
+    with pytest.raises(UserError, match=r"distill\.teacher names a teacher, but methods has no distill"):
+        replace(config, distill=DistillConfig(teacher="big"))
     with pytest.raises(UserError, match=r"reinforce\.rewards and ppo\.rewards differ"):
         replace(config, methods=["reward_model", "reinforce", "ppo"], ppo=replace(config.ppo, rewards={"exact": 0.5}))
     with pytest.raises(UserError, match=r"train_deployment is for the pipeline"):

@@ -50,6 +50,7 @@ PROBLEMS = [Problem(f"write {letter}", [letter]) for letter in "abcdefgh"]
 UNEVEN_PROBLEMS = [Problem(letter * length, [letter]) for letter, length in (("a", 18), ("b", 52))]
 EXAMPLES: dict[str, list[Any]] = {
     "sft": DIALOGS,
+    "distill": PROBLEMS,
     "preference": PAIRS,
     "reward_model": PAIRS,
     "reinforce": PROBLEMS,
@@ -98,6 +99,8 @@ def write_posttrain_job(
     save_training(directory / "model", chat_policy(), [], 0, {})
     if method == "ppo":
         save_training(directory / "reward_model", add_reward_head(chat_policy(seed=1)), [], 0, {})
+    if method == "distill":
+        save_training(directory / "teacher", chat_policy(seed=1), [], 0, {})
     CHAT.save(directory / "tokenizer")
     for split in ("train", "valid"):
         write_rows(directory / f"{split}.jsonl", EXAMPLES[method])
@@ -109,8 +112,9 @@ def write_posttrain_job(
         tokenizer="../tokenizer",
         train="../train.jsonl",
         valid="../valid.jsonl",
-        rewards={"required_words": 1.0} if method in ("reinforce", "ppo") else {},
+        rewards={"required_words": 1.0} if method in ("distill", "reinforce", "ppo") else {},
         reward_model="../reward_model" if method == "ppo" else "",
+        teacher="../teacher" if method == "distill" else "",
         digests={"model": "m"},
         out=".",
         execution=Execution(threads=1, device="cpu", compile=False, log_interval=1, min_validations=1),

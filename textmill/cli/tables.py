@@ -11,15 +11,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from flows.forecast import Forecast
 from flows.prefect_support.deployments import LOCAL_POOL
+from lm.posttrain.config import Method
 from tasks.pages.markdown import format_size, shorten
 from tasks.pages.posttrain import percent_with_interval
 from tasks.pages.profile import compute_rows, describe, memory_rows, phase_rows
 from tasks.pages.tokenizer import compression_rows
-from tasks.runs.models import DirectoryModel, RunModel
+from tasks.runs.models import RESULT_STAGES, DirectoryModel, RunModel
 from tasks.runs.run_record import absolute_root, outputs_of
 from tasks.runs.run_report import format_figures
 from tasks.runtime.output import Output
@@ -48,7 +49,7 @@ _SUMMARY_FIGURES = {
     "ingest": ("train ", "valid documents"),
     "encode": ("train tokens", "train bytes per token", "valid tokens"),
     "train": ("steps", "tokens", "valid"),
-    **dict.fromkeys(("sft", "preference", "reward_model", "reinforce", "ppo"), ("steps", "valid")),
+    **dict.fromkeys(get_args(Method), ("steps", "valid")),
     "evaluate": (),  # a table of its own
 }
 
@@ -88,7 +89,7 @@ def format_summary(record: dict[str, Any]) -> str:
         lines += [format_sample(**sample) for sample in outputs["sample"].json("samples.json")]
     lines += ["", "Files; the report has the pages of the stages and all paths:"]
     lines.append(f"  report   {_short_path(run.store.url('runs', run.name))}.md")
-    trained = [outputs[name] for name in ("train", "sft", "preference", "reinforce", "ppo") if name in outputs]
+    trained = [outputs[name] for name, _ in reversed(RESULT_STAGES) if name in outputs]
     for model in trained[-1:]:
         lines.append(f"  metrics  {_short_pattern(model)}/metrics.jsonl")
         if any(file["path"].startswith("tensorboard/") for file in model.manifest["records"]):

@@ -31,6 +31,7 @@ _LOSS = Quantity("loss, nats per token", "smoothed_loss", "valid_loss")
 _QUANTITIES = {
     "train": _LOSS,
     "sft": _LOSS,
+    "distill": Quantity("divergence from the teacher, nats per token", "divergence", "valid_divergence"),
     "preference": Quantity("loss, nats per pair", "smoothed_loss", "valid_loss"),
     "reinforce": Quantity("reward", "reward", "valid_reward"),
     "ppo": Quantity("learned reward", "learned_reward", "valid_learned_reward"),

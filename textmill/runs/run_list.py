@@ -8,6 +8,7 @@ from typing import Any
 from lm.common.errors import UserError
 from tasks.maintenance.gc import delete, find_garbage
 from tasks.maintenance.scan import Finding, scan
+from tasks.runs.models import RESULT_STAGES
 from tasks.runs.run_record import file_name, find_run, given_name, list_runs, read_run, require_run
 from tasks.runtime.locks import own_root
 from tasks.runtime.output import Ref
@@ -15,7 +16,6 @@ from tasks.runtime.schemas import RUN_NAME
 from tasks.runtime.store import Store
 
 _LOSSES = ("valid_loss", "train_loss")
-_RESULTS = ("ppo", "reinforce", "preference", "sft", "train")  # stages of a model, the last of a run first
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def summarize_runs(store: Store) -> list[RunSummary]:
         if (record := read_run(store, name)) is None:
             continue
         stages = record["stages"]
-        model = next((Ref(stage, stages[stage]["key"]) for stage in _RESULTS if stage in stages), None)
+        model = next((Ref(stage, stages[stage]["key"]) for stage, _ in RESULT_STAGES if stage in stages), None)
         figures = result.outputs[model].manifest["figures"] if model in result.outputs else {}
         losses = [figures[loss] for loss in _LOSSES if isinstance(figures.get(loss), float)]
         made = sum(stage["state"] == "made" for stage in stages.values())

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from lm.common.errors import DivergedError, UserError
 from lm.data.batches import shuffled_indices
-from lm.data.dialogs import PreferencePair
+from lm.data.dialogs import Dialog, PreferencePair
 from lm.distributed.process_group import all_gather, all_reduce_mean, call_on_rank0, get_rank, get_world_size
 from lm.eval.problems import Problem
 from lm.eval.reward_worker import RewardWorker, Verdict
 from lm.inference.completion import Completion
 from lm.model.transformer import TransformerLM
-from lm.posttrain.config import GRPOConfig, PPOConfig
+from lm.posttrain.config import DistillConfig, GRPOConfig, PPOConfig
 from lm.posttrain.job import ObjectiveInputs
 from lm.posttrain.losses.advantages import summarize_rewards
 from lm.posttrain.losses.log_probs import after_last, get_response_log_probs
@@ -36,7 +36,7 @@ from lm.train.tracking import append_rows, iterate_metrics
 log = logging.getLogger(__name__)
 
 _ROLLOUTS = "rollouts.jsonl"
-PromptSource = Problem | PreferencePair  # only a problem has a ground truth; the answers of a pair are not used
+PromptSource = Problem | Dialog | PreferencePair  # only a problem has a ground truth; answers of a pair are not used
 
 
 @dataclass
@@ -46,12 +46,12 @@ class RolloutRow:
     step: int
     """First step that learns from the response. The first step is 1."""
     problem: int
-    """Index of its problem, or of the pair with its prompt."""
+    """Index of its problem, or of the dialog or pair with its prompt."""
     prompt_ids: list[int]
     ids: list[int]
     log_probs: list[float]
     """Log-probabilities when the response was sampled. If the loss compares them, they are the trainer's, not those of
-    the decoder: under autocast the two differ."""
+    the decoder: under autocast the two differ. Empty for an answer of the data, which nothing sampled."""
     text: str
     rewards: dict[str, float] = field(default_factory=dict)
     """Rewards by name. Empty without a reward function."""
@@ -89,7 +89,7 @@ class RolloutObjective(Objective):
 
     def __init__(
         self,
-        settings: GRPOConfig | PPOConfig,
+        settings: DistillConfig | GRPOConfig | PPOConfig,
         group_size: int,
         inputs: ObjectiveInputs[Any],
         reward: RewardWorker | None,
@@ -127,13 +127,17 @@ class RolloutObjective(Objective):
         self._started = 0.0
         self._has_warned = False
 
-    @abstractmethod
-    def annotate(self, responses: Sequence[RolloutRow]) -> None:
+    def annotate(self, responses: Sequence[RolloutRow]) -> None:  # a loss may need nothing else
         """Set the fields of sampled responses that follow from the present weights and other models."""
 
-    @abstractmethod
     def prepare(self) -> dict[str, float]:
         """Compute what to learn from the responses of the rollout; return metrics of it."""
+        return {}
+
+    def respond(self, indices: Sequence[int], seeds: Sequence[int]) -> list[Rollout]:
+        """Return a response to the prompt of each index: the model samples it with the seed."""
+        prompts = [self.prompts[index] for index in indices]
+        return generate_rollouts(self.model, self.tokenizer, prompts, seeds, self.settings.max_new_tokens)
 
     @abstractmethod
     def split(self, indices: list[int]) -> Sequence[Any]:
@@ -192,24 +196,21 @@ class RolloutObjective(Objective):
             self._padded_length = max(all_gather(max(row.length for row in sampled)))
             self.annotate(sampled)
             self._responses = [row for part in all_gather(sampled) for row in part]
-            tokens_per_second = sum(len(row.ids) for row in self._responses) / (time.perf_counter() - started)
+            tokens_per_second = sum(len(row.log_probs) for row in self._responses) / (time.perf_counter() - started)
             speed = {"rollout_tokens_per_second": float(round(tokens_per_second))}
             self._check_responses()
             if self.rank == 0:
                 append_rows(self.out / _ROLLOUTS, map(asdict, self._responses))
-        rows, metrics = self._responses, self.prepare()
-        rewards: dict[str, float] = {}
-        if self.reward:
-            rewards = summarize_rewards([row.rewards for row in rows])
-            rewards["reward_errors"] = float(sum(row.error is not None for row in rows))
-        self._rollout_metrics = {
-            **rewards,
-            **metrics,
-            "response_tokens": float(np.mean([len(row.ids) for row in rows])),
+        metrics = self.prepare()
+        rewards, figures = dict[str, float](), dict[str, float]()
+        if rows := [row for row in self._responses if row.log_probs]:
+            if self.reward:
+                rewards = summarize_rewards([row.rewards for row in rows])
+                rewards["reward_errors"] = float(sum(row.error is not None for row in rows))
+            figures["response_tokens"] = float(np.mean([len(row.ids) for row in rows]))
             # An estimate without bias. The update does not see the responses of groups without signal.
-            "entropy": -float(np.mean([log_prob for row in rows for log_prob in row.log_probs])),
-            **speed,
-        }
+            figures["entropy"] = -float(np.mean([log_prob for row in rows for log_prob in row.log_probs]))
+        self._rollout_metrics = {**rewards, **metrics, **figures, **speed}
 
     def _check_responses(self) -> None:
         """Warn of the first responses whose reward failed.
@@ -248,13 +249,7 @@ class RolloutObjective(Objective):
         problems = shuffled_indices(len(self.train), first, count // self.group_size, settings.train.seed)
         indices = problems.repeat(self.group_size).tolist()
         seeds = np.random.default_rng((settings.train.seed, rollout, 0)).integers(0, 1 << 62, total).tolist()
-        rollouts = generate_rollouts(
-            self.model,
-            self.tokenizer,
-            [self.prompts[index] for index in indices],
-            seeds[self.rank * count : (self.rank + 1) * count],
-            settings.max_new_tokens,
-        )
+        rollouts = self.respond(indices, seeds[self.rank * count : (self.rank + 1) * count])
         rows = []
         for index, response in zip(indices, rollouts, strict=True):
             verdict = verdicts.get((index, response.text)) or self._judge(response, self.train[index])

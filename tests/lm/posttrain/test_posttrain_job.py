@@ -25,6 +25,7 @@ from tests.helpers.training import start_and_kill, train_here
 KILLS = int(os.environ.get("TEXTMILL_KILLS", "2"))
 SETTINGS: dict[str, dict[str, Any]] = {
     "sft": {},
+    "distill": {"max_new_tokens": 8, "beta": 0.5},
     "preference": {},
     "reward_model": {},
     "ppo": {"updates_per_epoch": 2, "epochs_per_rollout": 2, "max_new_tokens": 8},
@@ -33,6 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 OWN_METRICS: dict[str, set[str]] = {
     "sft": set(),
+    "distill": {"divergence", "reward", "entropy", "response_tokens"},
     "preference": {"margin", "accuracy", "chosen_reward", "rejected_reward"},
     "reward_model": {"margin", "accuracy", "chosen_reward", "rejected_reward"},
     "ppo": {"learned_reward", "reward", "kl", "value_loss", "entropy", "clip_fraction", "response_tokens"},
@@ -167,7 +169,10 @@ def test_the_biases_of_experts_stay(tmp_path: Path) -> None:
 )
 def test_killed_again_and_again(tmp_path: Path, method: str) -> None:
     # So many that the training is not over before the last kill. Steps with rollouts take longer.
-    config: dict[str, Any] = {"steps": (20 if method in ("reinforce", "ppo") else 50) * KILLS, "checkpoint_interval": 3}
+    config: dict[str, Any] = {
+        "steps": (20 if method in ("distill", "reinforce", "ppo") else 50) * KILLS,
+        "checkpoint_interval": 3,
+    }
     whole, job = (write_posttrain_job(tmp_path / name, method, SETTINGS[method], **config) for name in ("a", "b"))
     train_here(PosttrainJob.read(whole))
     start_and_kill("tests.helpers.slow_training", job, KILLS)
@@ -176,7 +181,9 @@ def test_killed_again_and_again(tmp_path: Path, method: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["reinforce", pytest.param("ppo", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "method", ["reinforce", *(pytest.param(name, marks=pytest.mark.long) for name in ("distill", "ppo"))]
+)
 def test_two_processes_learn_from_the_responses_of_one(tmp_path: Path, method: str) -> None:
     jobs = [
         write_posttrain_job(tmp_path / name, method, SETTINGS[method], gradient_accumulation_steps=steps)
@@ -213,7 +220,7 @@ def test_two_processes_divide_the_model_in_fine_tuning(tmp_path: Path) -> None:
         torch.testing.assert_close(other_weights[name], tensor, rtol=0, atol=5e-4)
 
 
-@pytest.mark.parametrize("method", ["preference", "reward_model", "reinforce", "ppo"])
+@pytest.mark.parametrize("method", ["distill", "preference", "reward_model", "reinforce", "ppo"])
 def test_other_methods_refuse_to_divide_the_model(tmp_path: Path, method: str) -> None:
     job = write_posttrain_job(tmp_path, method, SETTINGS[method])
     divide_by_tensor_parallelism(job)

@@ -70,7 +70,7 @@ def test_every_option_with_a_bad_value_is_explained_in_one_line(command: str) ->
         (["run", "--model.qk_norm", "x"], "--model.qk_norm is 'x'; it must be true or false."),
         (["run", "--model.moe.num_experts", "x"], "--model.moe.num_experts is 'x'; it must be a whole number."),
         (["run", "--execution.parallel", "q"], "it must be one of auto, none, ddp, zero1, zero2, fsdp."),
-        (["posttrain", "--methods", "x"], "it must be a list, each item one of sft, preference,"),
+        (["posttrain", "--methods", "x"], "it must be a list, each item one of sft, distill, preference,"),
         (["serve", "--max_batch_size", "0"], "it must be a whole number of at least 1 and of at most 65,536."),
         (["sample", "--quantize", "x"], "is 'x'; it must be one of none, bfloat16, int8. See textmill sample"),
         (["run", "--until"], "--until needs a value. See textmill run --help."),
