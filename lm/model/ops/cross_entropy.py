@@ -38,10 +38,11 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: fl
 
 def logit_chunk_bytes(device_type: str, tokens: int, vocab_size: int) -> int:
     """Return the bytes of the float32 logits of a chunk."""
-    return 4 * vocab_size * min(tokens, _rows_of_chunk(device_type, vocab_size))
+    return 4 * vocab_size * min(tokens, rows_of_chunk(device_type, vocab_size))
 
 
-def _rows_of_chunk(device_type: str, vocab_size: int) -> int:
+def rows_of_chunk(device_type: str, vocab_size: int) -> int:
+    """Return the tokens of a full chunk."""
     return max(_MIN_ROWS, _CHUNK_BYTES.get(device_type, 1 << 27) // (4 * vocab_size))
 
 
@@ -58,7 +59,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_weight_grad: bool,
     ) -> Tensor:
         with torch.autocast(x_ND.device.type, enabled=False):
-            rows = _rows_of_chunk(x_ND.device.type, len(weight_VD))
+            rows = rows_of_chunk(x_ND.device.type, len(weight_VD))
             inputs_ND, matrix_VD = x_ND.to(dtype), weight_VD.to(dtype)
             grad_x_ND = torch.empty_like(inputs_ND) if needs_grad else None
             sum_dtype = torch.promote_types(dtype, torch.float32)

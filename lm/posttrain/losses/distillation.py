@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lm.model.ops.cross_entropy import logit_chunk_bytes
+from lm.model.ops.cross_entropy import rows_of_chunk
 from lm.model.ops.matmul import linear
 from lm.model.transformer import TransformerLM
 
@@ -78,7 +78,7 @@ class _SumOfChunks(torch.autograd.Function):
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, function: Callable[[Tensor, Tensor, slice], Tensor]
     ) -> Tensor:
         needs_grad, needs_weight_grad, _ = ctx.needs_input_grad
-        rows = max(1, logit_chunk_bytes(hidden_ND.device.type) // (4 * len(weight_VD)))
+        rows = rows_of_chunk(hidden_ND.device.type, len(weight_VD))
         # Leaves of a graph for each chunk, which its backward pass frees. The gradients of the weight add up.
         weight_VD = weight_VD.detach().requires_grad_(needs_weight_grad)
         chunks = [chunk_CD.requires_grad_(needs_grad) for chunk_CD in hidden_ND.detach().split(rows)]

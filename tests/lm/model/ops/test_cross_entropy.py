@@ -14,7 +14,7 @@ from lm.model.ops.cross_entropy import _softmax_in_place, _softmax_to_compile, l
 from tests.helpers.examples import examples
 from tests.helpers.tensors import assert_equal_with_gradients, row_counts, widths
 
-ROWS_OF_CHUNK = "lm.model.ops.cross_entropy._rows_of_chunk"
+ROWS_OF_CHUNK = "lm.model.ops.cross_entropy.rows_of_chunk"
 
 
 def reference_loss(x: Tensor, weight: Tensor, targets: Tensor, softcap: float) -> Tensor:

@@ -96,7 +96,7 @@ def test_chunks_have_the_sum_and_the_gradients_of_all_tokens(
     results = []
     for function in (plain_sum, sum_divergences):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lm.posttrain.losses.distillation.logit_chunk_bytes", lambda device: rows * 4 * 37)
+            patch.setattr("lm.posttrain.losses.distillation.rows_of_chunk", lambda *_: rows)
             loss = function(model, hidden, teacher, teacher_hidden, beta, 1.7)
             gradients = torch.autograd.grad(3 * loss, [hidden, model.head_weight])
         results.append((loss.detach(), *gradients))
@@ -122,7 +122,7 @@ def test_no_more_than_a_chunk_of_logits_is_made_at_a_time(monkeypatch: pytest.Mo
         seen.append(tuple(logits.shape))
         return logits
 
-    monkeypatch.setattr("lm.posttrain.losses.distillation.logit_chunk_bytes", lambda device: 2 * 4 * 37)
+    monkeypatch.setattr("lm.posttrain.losses.distillation.rows_of_chunk", lambda *_: 2)
     for part in (model, teacher):
         monkeypatch.setattr(part, "cap_logits", record)
     hidden = torch.randn(5, 16, dtype=torch.float64, requires_grad=True)
