@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lm.inference.kernel_threads import run_in_threads, split_evenly
+from lm.hardware.kernel_threads import run_in_threads, split_evenly
 from lm.kernels.decode import low_rank
 from lm.kernels.decode.low_rank import RANK_MULTIPLE, LowRankStack
 from lm.model.adapter import LowRank

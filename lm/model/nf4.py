@@ -6,22 +6,21 @@ Shapes: O out_features, I in_features, P = O · I, S = P / 64 blocks, both round
 """
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lm.hardware.kernel_threads import run_in_threads, split_evenly
 from lm.kernels.nf4_blocks import dequantize_blocks
 from lm.model.linear import Linear
 from lm.model.ops.matmul import linear_forward
 
 _BLOCK, _SCALE_BLOCK = 64, 256
-_PART = 1 << 14  # blocks that a thread takes: fewer are done before another thread starts
+_PART = 1 << 14  # blocks for a thread: fewer are done before another thread starts
 _memory = threading.local()
 # Appendix E of the paper: quantiles of a normal distribution, with an exact 0.
 _LEVELS = (
@@ -78,15 +77,11 @@ def dequantize_on_cpu(weight: NF4Weight, shape: tuple[int, ...], dtype: torch.dt
     if memory is None or len(memory) < size * dtype.itemsize:
         memory = _memory.bytes = torch.empty(size * dtype.itemsize, dtype=torch.uint8)
     numbers = memory[: size * dtype.itemsize].view(torch.float32 if dtype == torch.float32 else torch.uint16)
-    arrays = [tensor.numpy() for tensor in (weight.levels, largest, _nf4_levels(largest.device))]
-
-    def fill(begin: int) -> None:
-        scaled = np.empty(16, np.float32 if dtype == torch.float32 else np.uint16)
-        dequantize_blocks(*arrays, scaled, numbers.numpy(), begin, min(begin + part, len(largest)))
-
-    part = max(_PART, -(-len(largest) // torch.get_num_threads()))
-    begins = range(0, len(largest), part)
-    [*(_threads().map(fill, begins) if len(begins) > 1 else map(fill, begins))]
+    arrays = (weight.levels.numpy(), largest.numpy(), _nf4_levels(largest.device).numpy())
+    parts = split_evenly(len(largest), max(1, min(torch.get_num_threads(), len(largest) // _PART)))
+    workspaces = (torch.empty(16, dtype=numbers.dtype).numpy() for _ in parts)
+    jobs = [(*arrays, scaled, numbers.numpy(), *part) for scaled, part in zip(workspaces, parts, strict=True)]
+    run_in_threads(dequantize_blocks, jobs)
     return numbers.view(dtype)[: torch.Size(shape).numel()].view(shape)
 
 
@@ -95,11 +90,6 @@ def _restore_scales(weight: NF4Weight) -> Tensor:
     centered = F.embedding(_pad(weight.scales, _SCALE_BLOCK).int(), _dynamic_levels(weight.scales.device)[:, None])
     scaled = centered.view(-1, _SCALE_BLOCK) * weight.scale_scales[:, None]
     return scaled.flatten()[: len(weight.scales)] + weight.mean
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="nf4")
 
 
 def _pad(values: Tensor, multiple: int) -> Tensor:

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lm.hardware.kernel_threads import run_in_threads, split_evenly
 from lm.inference.config import Quantization
-from lm.inference.kernel_threads import run_in_threads, split_evenly
 from lm.inference.kv_cache import PAGE_TOKENS
 from lm.inference.runners.torch_runner import DecodeAttention
 from lm.kernels.decode import norm_attention, small_batch_matmul

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.inference.kernel_threads import thread_pool
+from lm.hardware.kernel_threads import thread_pool
 from lm.inference.kv_cache import KVCache, Tokens
 from lm.inference.runners.cpu_layers import (
     MAX_SMALL_BATCH,
