@@ -35,13 +35,12 @@ def check_teacher(store: Store, teacher: Ref, tokenizer: Ref, start: Ref) -> Non
     from lm.tokenizer.tokenizer import Tokenizer
 
     vocab, own = (Tokenizer.load(read_output(store, ref).directory("tokenizer")).vocab for ref in (tokenizer, start))
-    sizes = [read_trained_config(read_output(store, ref)).vocab_size for ref in (teacher, start)]
-    if vocab == own and sizes[0] == sizes[1]:
+    different = next((number for number in sorted({*own, *vocab}) if own.get(number) != vocab.get(number)), None)
+    if different is None:
         return
-    different = next((number for number in sorted({*own, *vocab}) if own.get(number) != vocab.get(number)), max(own))
     raise UserError(
-        f"The teacher of distill.teacher has other tokens than the model that learns: {sizes[0]:,} and {sizes[1]:,} "
-        f"ids, and the first that differs is {different}: {vocab.get(different)!r} and {own.get(different)!r}. "
+        f"The teacher of distill.teacher has other tokens than the model that learns: {len(vocab):,} and {len(own):,}, "
+        f"and the first that differs is {different}: {vocab.get(different)!r} and {own.get(different)!r}. "
         "Distillation compares probabilities of tokens, so name a teacher with the same tokenizer. A run of textmill "
         "must be post-trained, because the chat template adds tokens."
     )

@@ -10,7 +10,9 @@ import json
 import math
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +73,12 @@ def base_of_peft(directory: Path) -> Path:
     name = read_json_object(directory / CONFIG_FILE).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise UserError(f"{directory / CONFIG_FILE} names no base_model_name_or_path; set it to the base's directory.")
-    places = (name, directory / name, directory / "base")
-    try:
-        paths = (path for path in (Path(place).expanduser() for place in places) if path.is_dir())
-        base = next((path for path in paths if path.resolve() != directory.resolve()), None)
-    except (OSError, RuntimeError):  # a name that is too long, or the home directory of an unknown user
-        base = None
+    base = None
+    for place in (name, directory / name, directory / "base"):
+        with suppress(OSError, RuntimeError):  # a name that is too long, or the home directory of an unknown user
+            path = Path(place).expanduser()
+            if base is None and path.is_dir() and path.resolve() != directory.resolve():
+                base = path
     if base and is_peft(base):
         raise UserError(f"{base}, the base of the adapter {directory}, is an adapter too; merge it first.")
     if base:
@@ -203,12 +205,19 @@ def check_base(directory: Path, base: Path) -> None:
             expected = (file.metadata() or {}).get(_BASE_DIGEST)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{directory / WEIGHTS_FILE} cannot be read: {error}.") from None
-    if expected and expected != digest_of_files(file_checksum(path.open("rb")) for path in base.glob("*.safetensors")):
+    files = tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in base.glob("*.safetensors"))
+    if expected and expected != _digest_of_versions(files):
         raise UserError(
             f"{directory} holds an adapter of another model than {base}: the digest of the base's weights differs. "
             f"Name the directory of its base: as base_model_name_or_path in {CONFIG_FILE}, or beside --adapters as "
             "--model."
         )
+
+
+@cache
+def _digest_of_versions(files: tuple[tuple[Path, int, int], ...]) -> str:
+    """Return the digest of files by their size and time: several adapters of one base are read in turn."""
+    return digest_of_files(file_checksum(path.open("rb")) for path, _, _ in files)
 
 
 def digest_of_files(checksums: Iterable[str]) -> str:

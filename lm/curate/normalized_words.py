@@ -72,8 +72,7 @@ def character_tables() -> CharacterTables:
     for own_words in _OWN_WORDS:
         entries[own_words.start : own_words.stop] |= IS_OWN_WORD
     long = bytearray()
-    points = [*chain(*_MAY_CHANGE)]
-    for point, replaced in zip(points, _replace_characters("\0".join(map(chr, points))).split("\0"), strict=True):
+    for point, replaced in zip(chain(*_MAY_CHANGE), _replaced_characters(), strict=True):
         character, word = chr(point), replaced.strip()
         if character.isspace():
             entries[point] = entries[ord(" ")] | IS_WHITESPACE
@@ -103,7 +102,13 @@ def _utf8_entries() -> UInt64s:
     return entries
 
 
+def _replaced_characters() -> list[str]:
+    """Return what becomes of each code point that may change."""
+    return _replace_characters("\0".join(map(chr, chain(*_MAY_CHANGE)))).split("\0")
+
+
 @cache
 def words_identity() -> str:
-    """Return a digest of the tables, which change with Python's Unicode version, for keys of results."""
-    return hashlib.sha256(b"".join(table.tobytes() for table in character_tables())).hexdigest()
+    """Return a digest of what becomes of all characters, which changes with Python's Unicode version, for keys of
+    results."""
+    return hashlib.sha256("\0".join(_replaced_characters()).encode(errors="surrogatepass")).hexdigest()

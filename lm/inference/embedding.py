@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm.inference.config import Pooling
-from lm.inference.served_adapters import use_adapters
+from lm.inference.served_adapters import check_adapter, use_adapters
 from lm.model.ops.causal_attention import causal_attention
 from lm.model.ops.windowed_attention import PLAIN, AttentionRule, masked_attention
 from lm.model.transformer import TransformerLM
@@ -34,6 +34,7 @@ def embed_in_steps(
     Each text is at least one id and at most the model's context. A step is one layer of few tokens. ``adapter`` is that
     of :class:`lm.inference.generation_request.Generation`.
     """
+    check_adapter(model, adapter)
     device = next(model.parameters()).device
     step_tokens = _STEP_TOKENS.get(device.type, _STEP_TOKENS["others"])
     embeddings = torch.empty(len(texts), model.config.d_model)

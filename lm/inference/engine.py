@@ -18,6 +18,7 @@ from lm.inference.prefill import Prefill, PrefillJob
 from lm.inference.prefix_cache import PrefixCache
 from lm.inference.runners.runner import make_runner
 from lm.inference.sampler import LogitEditor, LogitEdits, Sampler, TokenScore, edit_logits, score_tokens
+from lm.inference.served_adapters import check_adapter
 from lm.inference.speculation import PromptLookup
 from lm.model.transformer import TransformerLM
 
@@ -87,8 +88,9 @@ class Engine:
         return self.active[: len(self.active) - len(self._jobs)]
 
     def check_prompt(self, generation: Generation) -> None:
-        """Raise UserError if the prompt is empty or holds ids outside the model's vocabulary."""
+        """Raise UserError for an unknown adapter, and if the prompt is empty or holds ids outside the vocabulary."""
         vocab_size = self._vocab_size
+        check_adapter(self.model, generation.adapter)
         if not generation.prompt:
             raise UserError("The prompt is empty; give at least one token, such as the end-of-text token.")
         if bad := [token_id for token_id in generation.prompt if not 0 <= token_id < vocab_size]:

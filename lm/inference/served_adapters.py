@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lm.common.errors import UserError
 from lm.hardware.kernel_threads import run_in_threads, split_evenly
 from lm.kernels.decode import low_rank
 from lm.kernels.decode.low_rank import RANK_MULTIPLE, LowRankStack
@@ -118,6 +119,16 @@ def attach_adapters(
         layer.register_forward_hook(layer.adapters)
 
 
-def has_adapters(model: TransformerLM) -> bool:
-    """Return whether :func:`attach_adapters` was called."""
-    return any(hasattr(module, "adapters") for module in model.modules())
+def count_adapters(model: TransformerLM) -> int:
+    """Return the number of adapters that :func:`attach_adapters` was called with."""
+    stacks = (getattr(module, "adapters", None) for module in model.modules())
+    return next((len(stack.a) - 1 for stack in stacks if isinstance(stack, LayerAdapters)), 0)
+
+
+def check_adapter(model: TransformerLM, adapter: int) -> None:
+    """Raise UserError for a number that no adapter of ``model`` has; 0 is the base."""
+    count = count_adapters(model)
+    if not 0 <= adapter <= count:
+        raise UserError(
+            f"The adapter has number {adapter}, but the model has {count}; choose 0 for the base, or one of them."
+        )

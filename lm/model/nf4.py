@@ -128,7 +128,7 @@ def _dynamic_levels(device: torch.device) -> Tensor:
 class NF4Linear(nn.Module):
     """A frozen :class:`lm.model.linear.Linear` in 4 bits, which computes in the dtype of its input, or of autocast.
 
-    The matrix is dequantized in each forward pass and in each backward pass, and freed after it.
+    The matrix is dequantized in each forward pass and in each backward pass. A CPU keeps the memory of the largest one.
     """
 
     bias_role = Linear.bias_role

@@ -83,8 +83,11 @@ def load_beside(checkpoint: Path, model: TransformerLM, base: FrozenBase | None)
 
     If it is an adapter over the frozen ``base`` of ``model``, rounded to the same dtype, it shares that base's weights.
     """
-    about = (read_description(checkpoint) or {}).get("adapter", {})
-    if base is None or (about.get("base"), about.get("dtype")) != (base.digest, base.adapter.dtype):
+    description = read_description(checkpoint) or {}
+    about = description.get("adapter", {})
+    # A training may change the rotary frequencies, for example.
+    is_same = base and (about.get("base"), about.get("dtype")) == (base.digest, base.adapter.dtype)
+    if not is_same or ModelConfig(**description["model"]) != model.config:
         return load_model(checkpoint, model.token_embeddings.weight.device)
     name, weights = str(checkpoint), read_safetensors(checkpoint / "adapter.safetensors")
     check_weights_are_finite(weights, name)

@@ -63,12 +63,12 @@ def serve(
         address, port, *_ = listener.getsockname()
         ip_address = ipaddress.ip_address(address)
         is_private = api_key is None and ip_address.is_loopback
-        directories = {name: adapter.directory for name, adapter in adapters.items()}
-        model, tokenizer = resolved.load_for_inference(device, quantization, directories)
         found_name = resolved.public_name if resolved.public_name.isprintable() else ""
         name = served_model_name or found_name or ALIAS
         if taken := adapters.keys() & {name, ALIAS}:
             raise UserError(f"--adapters: {min(taken)} is the name of the base; choose another one for the adapter.")
+        directories = {name: adapter.directory for name, adapter in adapters.items()}
+        model, tokenizer = resolved.load_for_inference(device, quantization, directories)
 
         def identify(*models: ResolvedModel) -> str:
             # Hashed: it may hold the path of a directory, which is not for clients.

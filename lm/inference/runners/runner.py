@@ -19,7 +19,7 @@ from lm.inference.runners.cpu_layers import CPU_LAYERS, LowPrecisionLinear, Make
 from lm.inference.runners.cpu_runner import CpuRunner, can_fuse, share_weights
 from lm.inference.runners.cuda_runner import CudaRunner, can_use_triton, join_layers
 from lm.inference.runners.torch_runner import TorchRunner
-from lm.inference.served_adapters import attach_adapters, has_adapters
+from lm.inference.served_adapters import attach_adapters, count_adapters
 from lm.kernels.jit import log_compilation
 from lm.model.adapter import LowRank, choose_targets
 from lm.model.config import ModelConfig
@@ -51,7 +51,7 @@ def make_runner(model: TransformerLM, cache: KVCache) -> Runner:
     """Return the fastest form for ``model``, as :func:`prepare_for_inference` left it."""
     if can_fuse(model):
         return CpuRunner(model, cache)
-    has_graphs = cache.keys.device.type == "cuda" and not has_adapters(model)  # graphs know no adapters of rows
+    has_graphs = cache.keys.device.type == "cuda" and not count_adapters(model)  # graphs know no adapters of rows
     return (CudaRunner if has_graphs else TorchRunner)(model, cache)
 
 

@@ -63,7 +63,7 @@ class Step(NamedTuple):
     chunks: int  # of each phase that is large enough
     has_logits: bool  # whether they are computed
     adapters: Int64s  # (N,): of the tokens, 0 for none; empty if all have none
-    progress: Int64s  # (10 L + 1, 2): of each phase the taken chunks and the finished ones; zero before the step
+    progress: Int64s  # (phases, 2), 10 L + 1 or 6 L + 1: the taken chunks and the finished ones; zero before the step
     x: Floats  # (N, D): embeddings, then the residual stream
     change: Floats  # (N, D): of the residual stream
     qkv: Floats  # (N, (H + 2 kv_heads) K)

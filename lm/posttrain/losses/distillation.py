@@ -18,6 +18,10 @@ from lm.model.ops.cross_entropy import rows_of_chunk
 from lm.model.ops.matmul import linear
 from lm.model.transformer import TransformerLM
 
+# Of the rows of a chunk of cross-entropy: about eight tensors of the size of the logits live at a time, here in twice
+# the memory, since each chunk reads both heads.
+_SHARE_OF_ROWS = 4
+
 
 def compute_divergence(logits: Tensor, teacher_logits: Tensor, beta: float, temperature: float = 1.0) -> Tensor:
     """Return the generalized Jensen-Shannon divergence of each token, in nats: (..., V) twice → (...).
@@ -55,14 +59,16 @@ def sum_divergences(
 ) -> Tensor:
     """Return the sum over tokens of :func:`compute_divergence` for the heads of two models; a scalar.
 
-    ``hidden`` (N, D) and ``teacher_hidden`` (N, D of the teacher) are results of ``hidden_states``. Memory holds the
-    logits of one chunk of tokens at a time: the gradients are computed in the forward pass. The teacher gets none.
+    ``hidden`` (N, D) and ``teacher_hidden`` (N, D of the teacher) are results of ``hidden_states``. Only token ids that
+    both have count. Memory holds the logits of one chunk of tokens at a time: the gradients are computed in the forward
+    pass. The teacher gets none.
     """
+    size = min(len(model.head_weight), len(teacher.head_weight))
 
     def function(hidden_CD: Tensor, weight_VD: Tensor, chunk: slice) -> Tensor:
         with torch.no_grad():
-            teacher_logits_CV = teacher.logits(teacher_hidden[chunk])
-        logits_CV = model.cap_logits(linear(hidden_CD, weight_VD))
+            teacher_logits_CV = teacher.logits(teacher_hidden[chunk])[:, :size]
+        logits_CV = model.cap_logits(linear(hidden_CD, weight_VD[:size]))
         return compute_divergence(logits_CV, teacher_logits_CV, beta, temperature).sum()
 
     weight = model.head_weight if torch.is_grad_enabled() else model.head_weight.detach()
@@ -78,7 +84,7 @@ class _SumOfChunks(torch.autograd.Function):
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, function: Callable[[Tensor, Tensor, slice], Tensor]
     ) -> Tensor:
         needs_grad, needs_weight_grad, _ = ctx.needs_input_grad
-        rows = rows_of_chunk(hidden_ND.device.type, len(weight_VD))
+        rows = max(1, rows_of_chunk(hidden_ND.device.type, len(weight_VD)) // _SHARE_OF_ROWS)
         # Leaves of a graph for each chunk, which its backward pass frees. The gradients of the weight add up.
         weight_VD = weight_VD.detach().requires_grad_(needs_weight_grad)
         chunks = [chunk_CD.requires_grad_(needs_grad) for chunk_CD in hidden_ND.detach().split(rows)]

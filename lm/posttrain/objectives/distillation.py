@@ -16,7 +16,7 @@ from lm.common.errors import UserError
 from lm.data.chat_template import encode_answer
 from lm.data.dialogs import Dialog, Message
 from lm.eval.problems import Problem
-from lm.eval.reward_worker import RewardWorker
+from lm.eval.reward_worker import RewardWorker, Verdict
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import DistillConfig
 from lm.posttrain.job import ObjectiveInputs, PosttrainJob
@@ -40,12 +40,14 @@ class DistillationBatch(NamedTuple):
 class Distillation(RolloutObjective):
     """The objective of :class:`lm.posttrain.config.DistillConfig`.
 
-    ``teacher`` is a model with the same token ids. A reward is only logged. Raises UserError if the teacher has another
-    vocabulary, or if its context is too short for the prompts with their responses.
+    ``teacher`` is a model with the same token ids; ids that only one of the two has, as padding, are left out. A reward
+    is only logged. Raises UserError if the teacher has fewer ids than the tokenizer, or if its context is too short for
+    the prompts with their responses.
     """
 
     example_types = (Problem, Dialog)
     is_higher_better = False
+    learns_from_rewards = False
 
     def __init__(
         self,
@@ -57,11 +59,11 @@ class Distillation(RolloutObjective):
         super().__init__(config, 1, inputs, reward)
         self.config, self.teacher = config, teacher
         self.metric_names = ("valid_divergence", *(("valid_reward",) if reward else ()), "valid_tokens")
-        sizes = self.model.config.vocab_size, teacher.config.vocab_size
-        if sizes[0] != sizes[1]:
+        if (teacher.config.vocab_size or 0) < self.tokenizer.size:
             raise UserError(
-                f"The teacher has {sizes[1]:,} token ids, the model {sizes[0]:,}. Distillation compares probabilities "
-                "of tokens, so name a teacher with the tokenizer of the model in distill.teacher."
+                f"The teacher has {teacher.config.vocab_size:,} token ids, the tokenizer {self.tokenizer.size:,}. "
+                "Distillation compares probabilities of tokens, so name a teacher with the tokenizer of the model in "
+                "distill.teacher."
             )
         longest = max(map(len, (*self.prompts, *self.valid_prompts))) + config.max_new_tokens
         length = min(longest, self.model.config.context_length) - 1  # the last token is a label only
@@ -104,6 +106,9 @@ class Distillation(RolloutObjective):
                 return None
         room = min(self.config.max_new_tokens, self.model.config.context_length - len(prompt))
         return Rollout(prompt, encode_answer(self.tokenizer, messages)[1][:room], [], answer)
+
+    def _judge(self, rollout: Rollout, source: PromptSource) -> Verdict:
+        return super()._judge(rollout, source) if rollout.log_probs else Verdict({})  # not of answers in the data
 
     def split(self, indices: list[int]) -> list[DistillationBatch]:
         """Return the responses with these indices as micro-batches."""

@@ -86,6 +86,7 @@ class RolloutObjective(Objective):
 
     metric_names: Sequence[str] = ("valid_reward", "valid_tokens")
     is_higher_better = True
+    learns_from_rewards = True
 
     def __init__(
         self,
@@ -215,11 +216,11 @@ class RolloutObjective(Objective):
     def _check_responses(self) -> None:
         """Warn of the first responses whose reward failed.
 
-        Raises UserError if it failed for all of a rollout, and DivergedError if the model gave one a number that is not
-        finite.
+        Raises UserError if it failed for all of a rollout and the loss depends on it, and DivergedError if the
+        model gave a response a number that is not finite.
         """
         errors = [row.error for row in self._responses if row.error is not None]
-        if len(errors) == len(self._responses):
+        if self.learns_from_rewards and len(errors) == len(self._responses):
             raise UserError(
                 f"The reward function failed for all {len(errors)} responses of a rollout: {errors[0]}. Name a reward "
                 "that fits the task, or raise reward_seconds if the time was too short."

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lm.common.errors import UserError
 from lm.inference import served_adapters
 from lm.inference.config import SampleConfig
 from lm.inference.embedding import embed_in_steps
@@ -56,6 +57,16 @@ def test_a_mixed_batch_equals_fused_models(
 ) -> None:
     """With draft tokens, log-probabilities, shared prefixes and chunks, in float64."""
     check_cases(copy.deepcopy(MODEL).double().eval(), cases, num_pages, chunk, has_prefix_cache, 4, ADAPTERS)
+
+
+@pytest.mark.parametrize("adapter", [-1, 1])
+def test_an_unknown_adapter_is_refused(adapter: int) -> None:
+    model = prepare_for_inference(copy.deepcopy(MODEL))
+    message = f"number {adapter}, but the model has 0; choose 0 for the base"
+    with pytest.raises(UserError, match=message):
+        Engine(model, 1).add([Generation([1], 2, adapter=adapter)])
+    with pytest.raises(UserError, match=message):
+        next(embed_in_steps(model, [[1]], "last", adapter))
 
 
 def test_the_last_prompt_of_another_adapter_is_no_prefix() -> None:

@@ -166,7 +166,7 @@ def test_the_model_comes_near_its_teacher(tmp_path: Path) -> None:
 
 def test_a_teacher_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     config = chat_policy().config
-    with pytest.raises(UserError, match=r"teacher has 90 token ids, the model 26\d\. .* distill\.teacher"):
+    with pytest.raises(UserError, match=r"teacher has 90 token ids, the tokenizer 26\d\. .* distill\.teacher"):
         make_objective(chat_policy(), tmp_path, TransformerLM(replace(config, vocab_size=90)))
     needed = len(make_objective(chat_policy(), tmp_path).prompts[0]) + 6 - 1
     short, long = (TransformerLM(replace(config, context_length=length)) for length in (needed - 1, needed))
@@ -217,6 +217,30 @@ def test_a_job_shares_the_base_of_its_adapter_with_that_of_its_teacher(tmp_path:
     job.teacher = ""
     with pytest.raises(UserError, match="The job of distill names no teacher"):
         job.make_trainer(tmp_path / "out", torch.device("cpu"))
+
+
+def test_a_teacher_may_have_more_ids_than_the_model(tmp_path: Path) -> None:
+    model = chat_policy()
+    teacher = TransformerLM(replace(model.config, vocab_size=300)).eval()
+    objective = make_objective(model, tmp_path, teacher)
+    batch = objective.micro_batches(0)[0]
+    loss = objective.loss_sum(model, batch)
+    hidden = model.hidden_states(batch.input_ids)[batch.mask], teacher.hidden_states(batch.input_ids)[batch.mask]
+    logits = model.logits(hidden[0]), teacher.logits(hidden[1])[:, : model.config.vocab_size]
+    config = objective.config
+    torch.testing.assert_close(loss, compute_divergence(*logits, config.beta, config.temperature).sum())
+
+
+def test_a_teacher_with_another_rotary_base_is_loaded_whole(tmp_path: Path) -> None:
+    adapter = AdapterConfig(rank=2)
+    job = write_posttrain_job(tmp_path, "sft", adapter=adapter)
+    train_here(PosttrainJob.read(job))
+    base, checkpoint = tmp_path / "model", job.parent / "step-0000006"
+    config = load_model(base).config
+    model = load_model(base, config=replace(config, rope_theta=2 * config.rope_theta))
+    frozen = FrozenBase.adapt(model, base, adapter, 1e-3)
+    ids = torch.arange(40).view(2, 20)
+    torch.testing.assert_close(load_beside(checkpoint, model, frozen)(ids), load_model(checkpoint)(ids))
 
 
 def test_other_teachers_are_loaded_whole(tmp_path: Path) -> None:
