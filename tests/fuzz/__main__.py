@@ -37,6 +37,7 @@ PARSERS = {
     ),
     "interfaces": ("manifest", "config", "preset", "request", "embeddings", "structured_output", "authorization"),
     "tool_requests": ("tool_request",),
+    "chat_templates": ("chat_template",),
 }
 KERNELS = (
     *("pretoken_starts", "encoding", "invalid_utf8", "counting", "training", "random_merges"),

@@ -24,6 +24,7 @@ SLOW_TARGETS = {
     "embeddings",
     "structured_output",
     "tool_request",
+    "chat_template",
     "checkpoint",
     "checkpoint_file",
     "meta",
