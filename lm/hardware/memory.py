@@ -62,3 +62,15 @@ def _set_allocator(**options: int) -> None:
         libc = ctypes.CDLL(None)
         for name, value in options.items():
             libc.mallopt(numbers[name], value)
+
+
+def release_free_memory() -> None:
+    """Return the memory that this process has freed to the system, for what the next stage needs elsewhere.
+
+    glibc keeps it for each thread, and Arrow's pool keeps its own.
+    """
+    import pyarrow as pa  # slow to import
+
+    pa.default_memory_pool().release_unused()
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.common.errors import Stopped, StorageError, TransientError, UserError
+from lm.hardware.memory import release_free_memory
 from tasks.runtime.code_version import (
     check_not_edited,
     code_identity,
@@ -52,6 +53,7 @@ from tasks.runtime.store import LOCK_FILE, Store, describe_files
 
 log = logging.getLogger(__name__)
 
+_RELEASES_MEMORY_AFTER = 1.0  # seconds of a stage or group: it takes milliseconds
 _MAX_CHANGES = 4  # that the reason of a run names
 _MAX_VALUE_LENGTH = 30  # characters of JSON of a changed parameter
 group_log = logging.getLogger("tasks.groups")  # of stages mapped over groups: too many lines for a terminal
@@ -186,6 +188,8 @@ class Stage:
             with _translate_errors(self.name, store, opened):
                 yield out, inputs
                 seconds, cpu_seconds = time.perf_counter() - clock, time.thread_time() - cpu_clock
+                if seconds > _RELEASES_MEMORY_AFTER:
+                    release_free_memory()
                 self._write_page(out, inputs)
                 files = describe_files(out.directory)
                 etags = store.publish(out.directory, files, *out.place)

@@ -1,11 +1,13 @@
 """The memory that this machine or container has."""
 
 import os
+import platform
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from lm.hardware.memory import free_memory, machine_memory
+from lm.hardware.memory import free_memory, machine_memory, release_free_memory
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -59,3 +61,16 @@ def test_free_memory_is_what_neither_this_process_nor_others_have(tmp_path: Path
     assert free_memory(meminfo, statm) == 7 * 1024
     statm.write_text(f"900 {total} 1")
     assert free_memory(meminfo, statm) == 0
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are")
+def test_free_memory_goes_back_to_the_system() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    release_free_memory()  # imports Arrow, which needs memory
+    arrays = [np.ones(8000) for _ in range(1000)]  # 64 kB each: none is mapped alone
+    last, before = arrays.pop(), resident()  # the last one keeps the end of the heap
+    del arrays
+    release_free_memory()
+    assert resident() < before - 40_000_000 and last[0] == 1
