@@ -8,7 +8,8 @@ from tasks.runs.models import DirectoryModel, RunModel, resolve_model
 
 
 def find_adapters(texts: Sequence[str], root: str) -> dict[str, DirectoryModel]:
-    """Return the adapters that ``texts``, each ``NAME=DIR``, name. Raises UserError for one that is none."""
+    """Return the adapters that ``texts``, each ``NAME=DIR``, name. Raises UserError for another form, and for a name
+    that stands twice or a directory without an adapter."""
     adapters: dict[str, DirectoryModel] = {}
     for text in texts:
         name, _, place = text.partition("=")

@@ -59,7 +59,7 @@ def _low_bytes(word: Word, n: Int) -> Word:
 
 @inlined
 def _hash_word(data: Bytes, begin: Int, length: Int, ored: Word) -> Word:
-    """Return the hash of a word, each eight bytes of which are ored with ``ored`` first.
+    """Return the hash of a word. ``ored`` has bits that are set in each of its bytes first: those of lower case.
 
     Words of up to 16 bytes need no branch that depends on their length.
     """

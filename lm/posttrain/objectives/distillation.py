@@ -95,7 +95,7 @@ class Distillation(RolloutObjective):
         return [rollout or next(sampled) for rollout in rollouts]
 
     def _given_response(self, index: int) -> Rollout | None:
-        """Return the answer to a prompt in the data, cut as a response of the model is; None if there is none."""
+        """Return the answer in the data to a prompt, cut to the length of a response; None if there is none."""
         source, prompt = self.train[index], self.prompts[index]
         match source:
             case Dialog(messages=messages):
