@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from lm.common.errors import UserError
+from lm.inference.cache_size import plan_cache
 from lm.inference.generation_request import Generation
-from lm.inference.kv_cache import PAGE_TOKENS, KVCache, count_pages, page_bytes
+from lm.inference.kv_cache import PAGE_TOKENS
 from lm.inference.prefill import Prefill, PrefillJob
 from lm.inference.prefix_cache import PrefixCache
 from lm.inference.runners.runner import make_runner
@@ -36,7 +37,8 @@ class Engine:
     admitted it never stops for another one, and its results do not depend on the others. (To admit it by its prompt
     alone would fill the memory better, but then a generation must give up its pages and be computed again, sooner or
     later, at the cost of all.) With ``prefix_cache_bytes``, a prompt that shares a prefix with a recent sequence
-    computes only the rest, and shares its pages; see :class:`lm.inference.prefix_cache.PrefixCache`.
+    computes only the rest, and shares its pages; see :class:`lm.inference.prefix_cache.PrefixCache`. Without it, layers
+    with a sliding window keep only the keys and values of their windows.
 
     Raises UserError if not even 16 tokens fit into the memory of the keys and values, or of the prefix cache.
     """
@@ -55,17 +57,10 @@ class Engine:
         self.max_seq_len = min(max_seq_len or model.config.context_length, model.config.context_length)
         self.active: list[Generation] = []  # the index here is the row of the cache; those with jobs come last
         self._jobs: dict[Generation, PrefillJob] = {}  # of the active generations that are being prefilled
-        has_prefix_cache = prefix_cache_bytes > 0
-        size = page_bytes(model.config, parameter.dtype, has_prefix_cache)
-        max_blocks = _count_pages(prefix_cache_bytes, size, "A prefix cache") if has_prefix_cache else 0
-        num_pages = max_batch_size * count_pages(self.max_seq_len) + max_blocks
-        if kv_bytes is not None:
-            num_pages = min(num_pages, _count_pages(kv_bytes, size, "A KV cache"))
-            self.max_seq_len = min(self.max_seq_len, num_pages * PAGE_TOKENS)
-        shape = max_batch_size, self.max_seq_len
-        self._cache = KVCache(model.config, *shape, self.device, parameter.dtype, num_pages, has_prefix_cache)
-        self.kv_bytes, self.kv_tokens = num_pages * size, num_pages * PAGE_TOKENS
-        self._prefix_cache = PrefixCache(self._cache, max_blocks) if has_prefix_cache else None
+        size = plan_cache(model.config, parameter.dtype, max_batch_size, self.max_seq_len, prefix_cache_bytes, kv_bytes)
+        self.max_seq_len, self.kv_bytes, self.kv_tokens = size.length, size.num_bytes, size.num_pages * PAGE_TOKENS
+        self._cache = size.make(self.device)
+        self._prefix_cache = PrefixCache(self._cache, size.num_blocks) if size.num_blocks else None
         self._runner = make_runner(model, self._cache)
         self._prefill = Prefill(model, self._runner, self._cache, self._prefix_cache)
         self._sampler: Sampler | None = None  # of the decoding generations
@@ -230,7 +225,8 @@ class Engine:
         if (lookup := self._lookups.get(generation)) is None:
             return []
         num_missing = generation.max_new_tokens - len(generation.ids)
-        return lookup.draft(generation.ids, min(num_missing - 1, self.max_seq_len - generation.window_length))
+        room = self.max_seq_len - generation.window_length, self._cache.max_new_tokens - 1
+        return lookup.draft(generation.ids, min(num_missing - 1, *room))
 
     def _verify(self, drafts: list[list[int]]) -> None:
         """Sample the next token of every decoding generation, and one more after each draft token that was sampled.
@@ -318,17 +314,6 @@ class Engine:
             row: score._replace(alternatives=score.alternatives[: generations[row].num_alternatives])
             for row, score in zip(rows, scores, strict=True)
         }
-
-
-def _count_pages(num_bytes: int, page_size: int, what: str) -> int:
-    """Return how many pages fit into ``num_bytes``. Raises UserError if none does."""
-    if num_bytes < page_size:
-        off = ", or 0 to turn it off" if what == "A prefix cache" else ""
-        raise UserError(
-            f"{what} of {num_bytes:,} bytes is too small: {PAGE_TOKENS} tokens of this model take {page_size:,}. "
-            f"Give it more{off}."
-        )
-    return num_bytes // page_size
 
 
 def generate(model: TransformerLM, generations: Sequence[Generation], max_batch_size: int | None = None) -> None:

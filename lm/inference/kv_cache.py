@@ -4,9 +4,16 @@ A sequence has a row of the page table, which names the pages of its tokens in t
 prefix share its pages; a page is free when no row and no prefix cache uses it. Entries after a sequence's last token
 are never read, so prompts of different lengths need no padding on the left. Source: Kwon et al. 2023 (vLLM:
 PagedAttention).
+
+A layer with a sliding window never reads what lies behind it. Such layers can have a *ring* for each row instead: a few
+pages of its own, which the tokens fill again and again. A page table of the rings names them, so that attention reads
+both kinds in the same way. Source: Jiang et al. 2023 (Mistral: rolling buffer).
 """
 
+import math
 from collections.abc import Sequence
+from itertools import accumulate, repeat
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,10 +32,25 @@ def count_pages(num_tokens: int) -> int:
     return -(-num_tokens // PAGE_TOKENS)
 
 
-def page_bytes(config: ModelConfig, dtype: torch.dtype, has_hidden: bool) -> int:
-    """Return the bytes of a page: keys and values of all layers and, with ``has_hidden``, the final hidden states."""
-    numbers = 2 * config.num_layers * config.kv_heads * config.resolved_head_dim
+def window_layers(config: ModelConfig) -> list[int]:
+    """Return the indices of the layers with a sliding window."""
+    return [layer for layer in range(config.num_layers) if config.window(layer)]
+
+
+def page_bytes(config: ModelConfig, dtype: torch.dtype, has_hidden: bool, num_layers: int | None = None) -> int:
+    """Return the bytes of a page: keys and values of all layers, or of ``num_layers``, and, with ``has_hidden``, the
+    final hidden states."""
+    layers = config.num_layers if num_layers is None else num_layers
+    numbers = 2 * layers * config.kv_heads * config.resolved_head_dim
     return PAGE_TOKENS * (numbers + (config.d_model if has_hidden else 0)) * dtype.itemsize
+
+
+class LayerCache(NamedTuple):
+    """The keys and values of a layer, (kv heads, pages, 16, head_dim), and the number of the table of their pages."""
+
+    keys_GPCK: Tensor
+    values_GPCK: Tensor
+    table: int
 
 
 class KVCache:
@@ -38,6 +60,11 @@ class KVCache:
     With ``has_hidden`` the final hidden states (pages, 16, d_model) can be stored too. ``num_pages`` are by default
     enough for all rows. Page 0 comes on top: free places of the table name it, so that a step with more rows than
     sequences can write there. Memory on a CPU is taken when a page is first written.
+
+    With ``ring_pages``, the layers with a sliding window are not among those of ``keys`` and ``values``: each row has a
+    ring of so many pages for them, in ``ring_keys`` and ``ring_values``. At most ``max_new_tokens`` tokens of a row may
+    be computed at once then, or they would write over what they read. ``tables`` (1 or 2, rows, pages of a row) are the
+    page table, and that of the rings.
     """
 
     def __init__(
@@ -49,13 +76,31 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         num_pages: int | None = None,
         has_hidden: bool = False,
+        ring_pages: int = 0,
     ) -> None:
         width = count_pages(length)
         self.num_pages = rows * width if num_pages is None else num_pages
-        shape = (config.num_layers, config.kv_heads, self.num_pages + 1, PAGE_TOKENS, config.resolved_head_dim)
-        self.keys, self.values = (_zeros(shape, device, dtype) for _ in range(2))
-        self.hidden = _zeros((self.num_pages + 1, PAGE_TOKENS, config.d_model), device, dtype) if has_hidden else None
-        self.page_table = torch.zeros(rows, width, dtype=torch.int64, device=device)
+        self._window_layers = window_layers(config) if ring_pages else []
+        heads, head = config.kv_heads, (PAGE_TOKENS, config.resolved_head_dim)
+        shapes = (
+            (config.num_layers - len(self._window_layers), heads, self.num_pages + 1, *head),
+            (len(self._window_layers), heads, rows * ring_pages + 1, *head),
+        )
+        # Each in one piece: the kernels of a CPU take one array with all layers.
+        self.all_keys, self.all_values = (_zeros(sum(map(math.prod, shapes)), device, dtype) for _ in range(2))
+        self.keys, self.ring_keys = _split(self.all_keys, shapes)
+        self.values, self.ring_values = _split(self.all_values, shapes)
+        hidden_shape = self.num_pages + 1, PAGE_TOKENS, config.d_model
+        self.hidden = _zeros(math.prod(hidden_shape), device, dtype).view(hidden_shape) if has_hidden else None
+        self.tables = torch.zeros(2 if ring_pages else 1, rows, width, dtype=torch.int64, device=device)
+        self.page_table = self.tables[0]
+        self.max_new_tokens = width * PAGE_TOKENS
+        if ring_pages:
+            window = max(config.window(layer) or 0 for layer in self._window_layers)
+            self.max_new_tokens = (ring_pages - 1) * PAGE_TOKENS - window
+            first_R1 = 1 + torch.arange(0, rows * ring_pages, ring_pages, device=device)[:, None]
+            self.tables[1] = first_R1 + torch.arange(width, device=device) % ring_pages
+        self._ring_pages = ring_pages
         self._pages: list[list[int]] = [[] for _ in range(rows)]
         self.adapters = [0] * rows
         """The adapter of each row, with which its keys and values are computed; 0: none."""
@@ -67,6 +112,19 @@ class KVCache:
         """Number of pages that nothing uses."""
         self.num_idle = 0
         """Number of pages that a prefix cache keeps and no row uses."""
+
+    @property
+    def layers(self) -> list[LayerCache]:
+        """The keys and values of each layer of the model."""
+        whole = map(LayerCache, self.keys, self.values, repeat(0))
+        rings = map(LayerCache, self.ring_keys, self.ring_values, repeat(1))
+        count = len(self.keys) + len(self.ring_keys)
+        return [next(rings if layer in self._window_layers else whole) for layer in range(count)]
+
+    def check_new_tokens(self, count: int) -> None:
+        """Raise ValueError if so many tokens of a row must not be computed at once."""
+        if count > self.max_new_tokens:
+            raise ValueError(f"{count} new tokens of a row are more than {self.max_new_tokens}")
 
     def pages(self, row: int) -> list[int]:
         """Return the pages of a row."""
@@ -102,7 +160,7 @@ class KVCache:
         """Exchange the pages of two rows."""
         if row != other:
             self._pages[row], self._pages[other] = self._pages[other], self._pages[row]
-            self.page_table[[row, other]] = self.page_table[[other, row]]
+            self.tables[:, [row, other]] = self.tables[:, [other, row]]
             self.adapters[row], self.adapters[other] = self.adapters[other], self.adapters[row]
 
     def keep(self, page: int) -> None:
@@ -131,6 +189,13 @@ class KVCache:
             tensor[:, :, targets] = tensor[:, :, sources]
         if self.hidden is not None:
             self.hidden[targets] = self.hidden[sources]
+
+    def copy_ring(self, source: int, target: int) -> None:
+        """Copy the ring of a row, if rows have one, over that of another."""
+        if self._ring_pages:
+            pages = self.tables[1, :, : self._ring_pages]
+            for tensor in (self.ring_keys, self.ring_values):
+                tensor[:, :, pages[target]] = tensor[:, :, pages[source]]
 
     def _set(self, row: int, pages: list[int]) -> None:
         """Change the pages of a row. Nothing is changed if that fails."""
@@ -168,14 +233,20 @@ class KVCache:
         self.num_free += 1
 
 
-def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return zeros; on a CPU the system gives them their memory only when they are first written.
+def _split(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Return views of a flat tensor with these shapes, one after the other."""
+    ends = accumulate(math.prod(shape) for shape in shapes)
+    return [flat[end - math.prod(shape) : end].view(shape) for shape, end in zip(shapes, ends, strict=True)]
+
+
+def _zeros(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a flat tensor of zeros; on a CPU the system gives them their memory only when they are first written.
 
     They are no arbitrary numbers, because a masked NaN would still make an attention NaN.
     """
     if device.type != "cpu":
-        return torch.zeros(shape, device=device, dtype=dtype)
-    num_bytes = int(np.prod(shape)) * dtype.itemsize
+        return torch.zeros(count, device=device, dtype=dtype)
+    num_bytes = count * dtype.itemsize
     flat = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
     start = -flat.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(flat[start : start + num_bytes]).view(dtype).view(shape)
+    return torch.from_numpy(flat[start : start + num_bytes]).view(dtype)

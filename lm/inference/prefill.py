@@ -141,13 +141,18 @@ class Prefill:
         if not runnable:
             return []
         first, *others = runnable
-        counts = {first: _round(first.num_left, max(PAGE_TOKENS, max_tokens // 2))}
+        counts = {first: self._round(first.num_left, max(PAGE_TOKENS, max_tokens // 2))}
         num_free = max_tokens - counts[first]
         for job in sorted(others, key=lambda job: job.num_left):
-            counts[job] = _round(job.num_left, num_free)
+            counts[job] = self._round(job.num_left, num_free)
             num_free -= counts[job]
-        counts[first] = _round(first.num_left, counts[first] + num_free)
+        counts[first] = self._round(first.num_left, counts[first] + num_free)
         return [_Piece(job, count) for job, count in counts.items() if count]
+
+    def _round(self, num_left: int, limit: int) -> int:
+        """Return how many of ``num_left`` tokens to compute: all, or whole pages, as chunks begin with a page."""
+        limit = min(limit, self._cache.max_new_tokens)
+        return num_left if num_left <= limit else limit // PAGE_TOKENS * PAGE_TOKENS
 
     def _reuse_stored(self, job: PrefillJob) -> None:
         """Take the stored pages of tokens that are still to be computed."""
@@ -216,16 +221,12 @@ class Prefill:
         pages, targets = self._cache.pages(source.row), self._cache.pages(target.row)
         self._cache.copy_pages(pages[num_shared:num_pages], targets[num_shared:num_pages])
         self._cache.share(target.row, pages[:num_shared])
+        self._cache.copy_ring(source.row, target.row)
 
 
 def _has_scores_of(source: PrefillJob, job: PrefillJob) -> bool:
     is_same = source.generation.num_alternatives == job.generation.num_alternatives
     return not job.needs_scores or (source.needs_scores and is_same)
-
-
-def _round(num_left: int, limit: int) -> int:
-    """Return how many of ``num_left`` tokens to compute: all, or whole pages, as chunks begin with a page."""
-    return num_left if num_left <= limit else limit // PAGE_TOKENS * PAGE_TOKENS
 
 
 def _batches(pieces: list[_Piece]) -> Iterator[list[_Piece]]:

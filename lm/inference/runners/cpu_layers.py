@@ -210,8 +210,10 @@ class CpuAttention(MultiHeadSelfAttention):
         arrays = CacheArrays(
             flat_array(keys),
             flat_array(values),
-            keys.shape[1],
+            np.zeros(1, np.int64),
+            np.array([keys.shape[1]]),
             flat_array(pages_BM),
+            np.zeros(1, np.int64),
             pages_BM.shape[1],
             np.arange(batch_size),
             cached.positions_B.numpy(),

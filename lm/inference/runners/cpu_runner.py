@@ -108,12 +108,29 @@ def _create_network(model: TransformerLM) -> Network:
     )
 
 
+def _describe_cache(cache: KVCache) -> CacheArrays:
+    """Describe a cache for the kernel, without new tokens."""
+    layers, none = cache.layers, np.empty(0, np.int64)
+    return CacheArrays(
+        keys=flat_array(cache.all_keys),
+        values=flat_array(cache.all_values),
+        starts=np.array([layer.keys_GPCK.storage_offset() - cache.all_keys.storage_offset() for layer in layers]),
+        num_pages=np.array([layer.keys_GPCK.shape[1] for layer in layers]),
+        tables=flat_array(cache.tables),
+        table_starts=np.array([layer.table * cache.page_table.numel() for layer in layers]),
+        row_pages=cache.page_table.shape[1],
+        rows=none,
+        positions=none,
+    )
+
+
 class CpuRunner(TorchRunner):
     """Computes up to ``max_tokens`` new tokens with the kernel, more with torch."""
 
     def __init__(self, model: TransformerLM, cache: KVCache) -> None:
         super().__init__(model, cache)
         self._network = network = _create_network(model)
+        self._arrays = _describe_cache(cache)
         is_faster = isinstance(model.lm_head, LowPrecisionLinear) or torch.backends.cpu.get_cpu_capability() == "AVX2"
         self.max_tokens = _MAX_FUSED_TOKENS if is_faster else MAX_SMALL_BATCH
         attention = network.attention
@@ -155,6 +172,7 @@ class CpuRunner(TorchRunner):
         lengths = [len(new) for new in tokens]
         if sum(lengths) > self.max_tokens:
             return super().extend(rows, tokens, starts)
+        self.cache.check_new_tokens(max(lengths))
         positions_N = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
         rows_N = torch.tensor(rows).repeat_interleave(torch.tensor(lengths))
         ids_N = torch.tensor([token for new in tokens for token in new])
@@ -184,16 +202,7 @@ class CpuRunner(TorchRunner):
             step = step._replace(adapters=adapters_N.numpy())
         step.progress.fill(0)
         self._rows(step.x, len(ids_N))[:] = self.model.embed(ids_N)
-        keys, values, page_table = self.cache.keys, self.cache.values, self.cache.page_table
-        cache = CacheArrays(
-            flat_array(keys),
-            flat_array(values),
-            keys.shape[2],
-            flat_array(page_table),
-            page_table.shape[1],
-            rows_N.numpy(),
-            positions_N.numpy(),
-        )
+        cache = self._arrays._replace(rows=rows_N.numpy(), positions=positions_N.numpy())
         jobs: list[tuple[Any, ...]] = [(self._network, cache, step, *own) for own in self._threads]
         futures = [thread_pool().submit(fused_step.run_step, *job) for job in jobs[1:]]
         fused_step.run_step(*jobs[0])

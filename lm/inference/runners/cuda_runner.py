@@ -91,7 +91,7 @@ class CudaRunner(TorchRunner):
     def __init__(self, model: TransformerLM, cache: KVCache) -> None:
         super().__init__(model, cache)
         self._rows, self._row_pages = cache.page_table.shape
-        self._pages = torch.zeros_like(cache.page_table)  # of the sequences, then page 0
+        self._pages = torch.zeros_like(cache.tables)  # of the sequences, then page 0
         self._inputs = torch.zeros(2, self._rows, dtype=torch.int64, device=cache.keys.device)
         layers: Any = model.layers
         self._triton_step = TritonStep(model, cache) if isinstance(layers[0].ffn, JoinedSwiGLU) else None
@@ -105,7 +105,7 @@ class CudaRunner(TorchRunner):
         keys = min(max(_MIN_KEYS, next_power_of_two(max_position + 1)), self._row_pages * PAGE_TOKENS)
         # Extra rows have position 0: one of an earlier step may lie beyond the keys.
         self._inputs[:, :count], self._inputs[:, count:rows] = inputs_2B, 0
-        self._pages[:count], self._pages[count:rows] = self.cache.page_table[:count], 0
+        self._pages[:, :count], self._pages[:, count:rows] = self.cache.tables[:, :count], 0
         with torch.cuda.device_of(self._inputs):
             if (rows, keys) not in self._graphs:
                 self._graphs[rows, keys] = self._capture(rows, keys)
@@ -114,10 +114,10 @@ class CudaRunner(TorchRunner):
         return logits[:count]
 
     def _compute(self, rows: int, keys: int) -> Tensor:
-        inputs_2B, pages_BM = self._inputs[:, :rows], self._pages[:rows]
+        inputs_2B, pages_ABM = self._inputs[:, :rows], self._pages[:, :rows]
         if self._triton_step is not None and rows <= self._triton_step.max_rows:
-            return self._triton_step(inputs_2B, pages_BM, keys - 1)
-        return self.decode_pages(inputs_2B, pages_BM, keys - 1)
+            return self._triton_step(inputs_2B, pages_ABM[0], keys - 1)
+        return self.decode_pages(inputs_2B, pages_ABM, keys - 1)
 
     def _capture(self, rows: int, keys: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         side_stream = torch.cuda.Stream()

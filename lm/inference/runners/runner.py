@@ -41,6 +41,7 @@ class Runner(Protocol):
         """Compute new tokens of several sequences, and return the hidden states (T, D) of each.
 
         The T tokens ``tokens[i]`` have the positions from ``starts[i]`` in row ``rows[i]``, which holds what is before.
+        Raises ValueError if they are more than the cache allows at once.
         """
 
     def sampling_context(self, batch_size: int) -> AbstractContextManager[None]:

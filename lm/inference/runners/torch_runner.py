@@ -1,7 +1,7 @@
 """The reference runner: torch's operators, on any device and for any model.
 
 Shapes: B sequences, T new tokens of a sequence, N new tokens of all, S keys, P pages of the cache, C tokens of a page,
-M pages of a sequence, H query heads, G key and value heads, K head_dim, D d_model, V vocabulary.
+M pages of a sequence, A page tables, H query heads, G key and value heads, K head_dim, D d_model, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -32,14 +32,15 @@ class TorchRunner:
         """Return logits (B, V) of one new token in each of the first B rows."""
         count = inputs_2B.shape[1]
         with use_adapters(self.cache.adapters_of(range(count))):
-            return self.decode_pages(inputs_2B, self.cache.page_table[:count], max_position)
+            return self.decode_pages(inputs_2B, self.cache.tables[:, :count], max_position)
 
-    def decode_pages(self, inputs_2B: Tensor, pages_BM: Tensor, max_position: int) -> Tensor:
+    def decode_pages(self, inputs_2B: Tensor, pages_ABM: Tensor, max_position: int) -> Tensor:
         """Return logits (B, V) of one new token in each of B sequences with these pages."""
         ids_B, positions_B = inputs_2B
-        pages_BM = pages_BM[:, : count_pages(max_position + 1)].contiguous()
-        layers = zip(self.cache.keys, self.cache.values, strict=True)
-        attention = [DecodeAttention(*layer, pages_BM, positions_B) for layer in layers]
+        pages_ABM = pages_ABM[..., : count_pages(max_position + 1)].contiguous()
+        attention = [
+            DecodeAttention(keys, values, pages_ABM[table], positions_B) for keys, values, table in self.cache.layers
+        ]
         hidden_B1D = self.model.hidden_states(ids_B[:, None], positions_B[:, None], attention)
         return self.model.logits(hidden_B1D.squeeze(1))
 
@@ -47,13 +48,13 @@ class TorchRunner:
         """Compute new tokens of several sequences at once, padded, and return their hidden states (T, D)."""
         lengths, device = [len(new) for new in tokens], self.cache.keys.device
         longest = max(lengths)
+        self.cache.check_new_tokens(longest)
         ids_BT = torch.tensor([[*new, *[0] * (longest - len(new))] for new in tokens], device=device)
-        new = _NewTokens.create(self.cache, rows, starts, lengths)
-        layers = zip(self.cache.keys, self.cache.values, strict=True)
+        new = [_NewTokens.create(self.cache, table, rows, starts, lengths) for table in range(len(self.cache.tables))]
         attend = _attend_suffix if any(starts) else _attend_whole  # whole sequences have a faster attention
         last_position = self.model.config.context_length - 1  # of padding, whose result is not used
-        positions_BT = new.positions_BT.clamp(max=last_position)
-        attention = [partial(attend, new, *layer) for layer in layers]
+        positions_BT = new[0].positions_BT.clamp(max=last_position)
+        attention = [partial(attend, new[table], keys, values) for keys, values, table in self.cache.layers]
         with use_adapters(self.cache.adapters_of(rows)):
             hidden_BTD = self.model.hidden_states(ids_BT, positions_BT, attention)
         return [hidden_TD[:length] for hidden_TD, length in zip(hidden_BTD, lengths, strict=True)]
@@ -110,9 +111,11 @@ class DecodeAttention:
 
 @dataclass(frozen=True)
 class _NewTokens:
-    """New tokens (B, T) of sequences, some of them padding, and their places in a cache."""
+    """New tokens (B, T) of sequences, some of them padding, and their places by a page table of a cache."""
 
     positions_BT: Tensor
+    start: int
+    """The first position of all."""
     pages_BM: Tensor
     """The pages of each sequence, up to the last new token."""
     index_N: tuple[Tensor, Tensor]
@@ -123,30 +126,33 @@ class _NewTokens:
     """The pages, if there is one sequence and they follow each other in memory."""
 
     @classmethod
-    def create(cls, cache: KVCache, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> Self:
+    def create(
+        cls, cache: KVCache, table: int, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int]
+    ) -> Self:
         device = cache.keys.device
         rows_B, starts_B, lengths_B = (torch.tensor(numbers, device=device) for numbers in (rows, starts, lengths))
         steps_T = torch.arange(max(lengths), device=device)
         batch_N, step_N = (steps_T < lengths_B[:, None]).nonzero(as_tuple=True)
         positions_N = starts_B[batch_N] + step_N
         num_pages = count_pages(max(start + length for start, length in zip(starts, lengths, strict=True)))
-        pages_BM = cache.page_table[rows_B, :num_pages]
+        pages_BM = cache.tables[table, rows_B, :num_pages]
         places_N = pages_BM[batch_N, positions_N // PAGE_TOKENS], positions_N % PAGE_TOKENS
         pages, run = cache.pages(rows[0])[:num_pages], None
-        if len(rows) == 1 and pages and pages == [*range(pages[0], pages[0] + num_pages)]:
+        if table == 0 and len(rows) == 1 and pages and pages == [*range(pages[0], pages[0] + num_pages)]:
             run = slice(pages[0], pages[0] + num_pages)
-        return cls(starts_B[:, None] + steps_T, pages_BM, (batch_N, step_N), places_N, run)
+        return cls(starts_B[:, None] + steps_T, min(starts), pages_BM, (batch_N, step_N), places_N, run)
 
     def store(self, stored_GPCK: Tensor, new_BGTK: Tensor) -> None:
         """Store the new keys or values of a layer."""
         (page_N, place_N), (batch_N, step_N) = self.places_N, self.index_N
         stored_GPCK[:, page_N, place_N] = new_BGTK[batch_N, :, step_N].transpose(0, 1)
 
-    def gather(self, stored_GPCK: Tensor) -> Tensor:
-        """Return the keys or values (B, G, S, K) of a layer, as a view if they follow each other."""
+    def gather(self, stored_GPCK: Tensor, first: int) -> Tensor:
+        """Return the keys or values (B, G, S, K) of a layer from the page ``first`` of the sequences on, as a view if
+        they follow each other."""
         if self.run is None:
-            return gather_pages(stored_GPCK, self.pages_BM)
-        return stored_GPCK[:, self.run].flatten(1, 2)[None]
+            return gather_pages(stored_GPCK, self.pages_BM[:, first:])
+        return stored_GPCK[:, self.run][:, first:].flatten(1, 2)[None]
 
 
 def _attend_whole(
@@ -176,14 +182,17 @@ def _attend_suffix(
     """Return the attention of tokens that continue sequences. Their keys and values enter the cache."""
     new.store(keys_GPCK, k_BGTK)
     new.store(values_GPCK, v_BGTK)
-    keys_BGSK, values_BGSK = new.gather(keys_GPCK), new.gather(values_GPCK)
-    positions_S = torch.arange(keys_BGSK.shape[2], device=keys_BGSK.device)
+    first = 0 if rule.window is None else max(0, new.start - rule.window + 1) // PAGE_TOKENS  # page of all windows
+    keys_BGSK, values_BGSK = new.gather(keys_GPCK, first), new.gather(values_GPCK, first)
+    start = first * PAGE_TOKENS
+    positions_S = torch.arange(start, start + keys_BGSK.shape[2], device=keys_BGSK.device)
     outputs = []
     for q, positions in zip(q_BHTK.split(_QUERY_BLOCK, -2), new.positions_BT.split(_QUERY_BLOCK, -1), strict=True):
         mask = rule.allows(positions[:, None, :, None], positions_S)  # (B, 1, block, S)
         seen = slice(0, None)
         if rule.window is not None:  # the keys of a window of any of the sequences
-            seen = slice(max(0, int(positions.min()) - rule.window + 1), int(positions.max()) + 1)
+            oldest = max(start, int(positions.min()) - rule.window + 1)
+            seen = slice(oldest - start, int(positions.max()) + 1 - start)
         keys, values = keys_BGSK[..., seen, :], values_BGSK[..., seen, :]
         outputs.append(masked_attention(q, keys, values, mask[..., seen], rule.softcap))
     return torch.cat(outputs, -2)

@@ -41,10 +41,12 @@ class AttentionLayer(NamedTuple):
 class CacheArrays(NamedTuple):
     """Keys and values of one layer, or of several, and the pages of sequences."""
 
-    keys: Stored  # (layers, kv_heads, num_pages, 16, K)
+    keys: Stored  # of each layer: (kv_heads, its pages, 16, K)
     values: Stored
-    num_pages: int
-    page_table: Int64s  # (rows, row_pages)
+    starts: Int64s  # (layers,): index of the first key of a layer
+    num_pages: Int64s  # (layers,)
+    tables: Int64s  # (tables, rows, row_pages)
+    table_starts: Int64s  # (layers,): index of a layer's page table in tables
     row_pages: int
     rows: Int64s  # (N,): of the new tokens
     positions: Int64s  # (N,): of the new tokens in their rows
@@ -124,8 +126,8 @@ def exp(x: np.float32) -> np.float32:
 @fastmath_helper
 def _page_start(layer: AttentionLayer, number: int, cache: CacheArrays, token: int, page: int, kv_head: int) -> int:
     """Return the index of the first key of a page of a token's sequence; ``page`` counts from its beginning."""
-    at = read(cache.page_table, cache.rows[token] * cache.row_pages + page)
-    return ((number * layer.kv_heads + kv_head) * cache.num_pages + at) * _PAGE * layer.head_dim
+    at = read(cache.tables, read(cache.table_starts, number) + cache.rows[token] * cache.row_pages + page)
+    return read(cache.starts, number) + (kv_head * read(cache.num_pages, number) + at) * _PAGE * layer.head_dim
 
 
 @fastmath_helper
@@ -198,7 +200,7 @@ def _sum_values(
     for page in range(first_page, last_page + 1):
         next_start = _page_start(layer, number, cache, token, min(page + 1, last_page), kv_head)
         if page == last_page:
-            _prefetch(cache.keys, first + cache.num_pages * size, size)  # of the next head
+            _prefetch(cache.keys, first + read(cache.num_pages, number) * size, size)  # of the next head
         elif next_start != start + size:
             _prefetch(cache.values, next_start, size)
         count = num_used if page == last_page else _PAGE

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from lm.inference import cache_size
 from lm.inference.config import SampleConfig
 from lm.inference.engine import Engine
 from lm.inference.generation_request import Generation
@@ -25,13 +26,20 @@ _VARIANTS = [
 
 @pytest.mark.parametrize("is_prepared", [False, True])
 @pytest.mark.parametrize("variant", _VARIANTS, ids=str)
-def test_greedy_texts_equal_those_without_a_cache(variant: dict[str, Any], is_prepared: bool) -> None:
-    """Of three prompts in one batch, computed in chunks: in one, in several, and past the end of the context."""
+def test_greedy_texts_equal_those_without_a_cache(
+    variant: dict[str, Any], is_prepared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three prompts in one batch, computed in chunks: in one, in several, and past the end of the context.
+
+    Layers with a sliding window have rings.
+    """
     torch.manual_seed(0)
-    model = TransformerLM(replace(SMALL_CONFIG, context_length=64, **variant)).eval()
-    prompts, count = [[3, 1, 4], [*range(1, 50)], [5] * 20], 30
+    monkeypatch.setattr(cache_size, "MAX_NEW_TOKENS", 16)
+    model = TransformerLM(replace(SMALL_CONFIG, context_length=96, **variant)).eval()
+    prompts, count = [[3, 1, 4], [*range(1, 50), *range(1, 32)], [5] * 20], 30
     expected = [generate_without_cache(model, prompt, count) for prompt in prompts]
     engine = Engine(prepare_for_inference(model) if is_prepared else model, len(prompts))
+    assert (len(engine._cache.tables) == 2) == bool(model.config.sliding_window)
     generations = [
         Generation(prompt, count, SampleConfig(temperature=0), wants_logprobs=True, wants_prompt_logprobs=True)
         for prompt in prompts
