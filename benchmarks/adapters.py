@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
+from lm.checkpoint.hugging_face.model_files import load_hugging_face, save_hugging_face
 from lm.common.execution import Execution
 from lm.distributed.plan import parallelize
 from lm.model.adapter import add_adapter, trained_parameters

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import llama_cpp
-from lm.checkpoint.hugging_face import save_hugging_face
+from lm.checkpoint.hugging_face.model_files import save_hugging_face
 from lm.hardware.device import choose_device
 from lm.inference.config import Quantization, SampleConfig
 from lm.inference.engine import Engine

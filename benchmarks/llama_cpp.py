@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lm.checkpoint.gguf import GGUFType, save_gguf
+from lm.checkpoint.gguf.writer import GGUFType, save_gguf
 from lm.model.transformer import TransformerLM
 from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.tokenizer import Tokenizer

@@ -1,7 +1,7 @@
 from .external import load_external as load_external
-from .gguf import save_gguf as save_gguf
-from .hugging_face import load_hugging_face as load_hugging_face
-from .hugging_face import save_hugging_face as save_hugging_face
+from .gguf.writer import save_gguf as save_gguf
+from .hugging_face.model_files import load_hugging_face as load_hugging_face
+from .hugging_face.model_files import save_hugging_face as save_hugging_face
 from .meta import load_meta as load_meta
 from .single_file import load_checkpoint as load_checkpoint
 from .single_file import save_checkpoint as save_checkpoint

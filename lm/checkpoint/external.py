@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from lm.checkpoint.external_weights import read_json_object, refuse_other_formats
-from lm.checkpoint.gguf_file import GGUFFile, is_gguf
-from lm.checkpoint.gguf_reader import load_gguf, load_gguf_tokenizer, read_gguf_config
-from lm.checkpoint.hugging_face import load_hugging_face
-from lm.checkpoint.hugging_face_chat import read_chat_settings
-from lm.checkpoint.hugging_face_config import read_config
+from lm.checkpoint.gguf.container import GGUFFile, is_gguf
+from lm.checkpoint.gguf.reader import load_gguf, load_gguf_tokenizer, read_gguf_config
+from lm.checkpoint.hugging_face.chat_files import read_chat_settings
+from lm.checkpoint.hugging_face.config_json import read_config
+from lm.checkpoint.hugging_face.model_files import load_hugging_face
 from lm.checkpoint.meta import load_meta
 from lm.checkpoint.peft import base_of_peft, fuse_peft, is_peft
 from lm.checkpoint.safe_load import refuse_lfs_pointer

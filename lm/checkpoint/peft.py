@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from lm.checkpoint.adapter_base import read_adapter
 from lm.checkpoint.external_weights import pair_rotary_rows, read_json_object, translate_name, unpair_rotary_rows
-from lm.checkpoint.hugging_face import find_rotary
-from lm.checkpoint.hugging_face_architectures import ARCHITECTURES, choose_architecture
+from lm.checkpoint.hugging_face.architectures import ARCHITECTURES, choose_architecture
+from lm.checkpoint.hugging_face.model_files import find_rotary
 from lm.checkpoint.safe_load import check_weights_are_finite, read_safetensors, save_safetensors
 from lm.checkpoint.training_checkpoint import find_base, read_description
 from lm.common.errors import UserError, translate_write_errors

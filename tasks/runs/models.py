@@ -198,9 +198,9 @@ class DirectoryModel(ResolvedModel):
     @property
     def is_post_trained(self) -> bool:
         """Whether the files have a chat template. Raises UserError if they are damaged."""
-        from lm.checkpoint.gguf_file import GGUFFile
-        from lm.checkpoint.gguf_tokenizer import CHAT_TEMPLATE_KEY
-        from lm.checkpoint.hugging_face_chat import find_chat_templates
+        from lm.checkpoint.gguf.container import GGUFFile
+        from lm.checkpoint.gguf.tokenizer_metadata import CHAT_TEMPLATE_KEY
+        from lm.checkpoint.hugging_face.chat_files import find_chat_templates
         from lm.checkpoint.peft import model_directories
 
         if self.directory.is_file():

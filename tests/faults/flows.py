@@ -56,7 +56,7 @@ class Posttrain(TestedFlow):
 
     def write_inputs(self, home: Path) -> dict[str, Any]:
         """Write the model, and dialogs and pairs of answers in one file."""
-        from lm.checkpoint.hugging_face import save_hugging_face  # imports torch
+        from lm.checkpoint.hugging_face.model_files import save_hugging_face  # imports torch
         from tests.helpers.policies import BYTES, make_policy
 
         save_hugging_face(make_policy(), BYTES, home / "base")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flows.evaluate import EndpointModel, evaluate_model
-from lm.checkpoint.hugging_face import save_hugging_face
+from lm.checkpoint.hugging_face.model_files import save_hugging_face
 from lm.common.errors import UserError
 from lm.data.chat_template import add_chat_tokens
 from lm.eval import chat_client, load_task, read_task

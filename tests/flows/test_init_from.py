@@ -15,7 +15,7 @@ from flows.plan import plan
 from flows.posttrain import PosttrainConfig
 from flows.sweep_config import SweepConfig
 from flows.train_job import write_train_job
-from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
+from lm.checkpoint.hugging_face.model_files import load_hugging_face, save_hugging_face
 from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
 from lm.experiments.axes import Axis

@@ -14,7 +14,7 @@ from flows.config import PipelineConfig
 from flows.pipeline import pipeline
 from flows.plan import cached_run, plan
 from flows.posttrain import PosttrainConfig, posttrain, posttrain_stages
-from lm.checkpoint.hugging_face import save_hugging_face
+from lm.checkpoint.hugging_face.model_files import save_hugging_face
 from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
 from lm.data.chat_template import find_template

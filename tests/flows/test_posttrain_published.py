@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flows.posttrain import PosttrainConfig, posttrain
-from lm.checkpoint.hugging_face import save_hugging_face
+from lm.checkpoint.hugging_face.model_files import save_hugging_face
 from lm.inference.chat_format import respond
 from lm.inference.config import SampleConfig
 from lm.posttrain.config import ComparisonConfig, DialogsConfig, DPOConfig, GRPOConfig

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load, save
 
 from lm.checkpoint.external import load_any_model, load_external
-from lm.checkpoint.gguf import save_gguf
-from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
+from lm.checkpoint.gguf.writer import save_gguf
+from lm.checkpoint.hugging_face.model_files import load_hugging_face, save_hugging_face
 from lm.checkpoint.meta import load_meta
 from lm.checkpoint.peft import CONFIG_FILE, WEIGHTS_FILE, StoredAdapter, read_served_peft, save_peft
 from lm.checkpoint.safe_load import is_plain_tensor

@@ -15,7 +15,7 @@ import torch
 import yaml
 from torch import nn
 
-from lm.checkpoint.hugging_face import load_hugging_face
+from lm.checkpoint.hugging_face.model_files import load_hugging_face
 from lm.checkpoint.meta import load_meta
 from lm.checkpoint.safe_load import read_tensors
 from lm.checkpoint.single_file import load_checkpoint

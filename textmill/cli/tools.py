@@ -202,8 +202,8 @@ def dialogs_command(options: Namespace) -> None:
 def export_command(options: Namespace) -> None:
     """Write a model as a Hugging Face directory, or with ``--gguf`` as a file for llama.cpp. An adapter is written as
     peft does, or with ``--fuse_adapter`` as a whole model."""
-    from lm.checkpoint.gguf import save_gguf
-    from lm.checkpoint.hugging_face import save_hugging_face
+    from lm.checkpoint.gguf.writer import save_gguf
+    from lm.checkpoint.hugging_face.model_files import save_hugging_face
     from lm.tokenizer.text_tokenizer import require_byte_level
     from textmill.runs.adapter_export import export_adapter, stored_adapter
     from textmill.runs.model_card import training_details

@@ -26,7 +26,7 @@ def export_adapter(model: RunModel, adapter: "StoredAdapter", tokenizer: "Tokeni
     The base is the imported directory if its weights are as they were there; otherwise it is written to ``path/base``.
     Raises UserError if a directory is not empty, or if Hugging Face's formats cannot express the model.
     """
-    from lm.checkpoint.hugging_face import save_hugging_face
+    from lm.checkpoint.hugging_face.model_files import save_hugging_face
     from lm.checkpoint.peft import digest_of_files, save_peft
     from lm.checkpoint.training_checkpoint import load_model
     from lm.files.checksum import file_checksum

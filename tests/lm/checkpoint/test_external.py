@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lm.checkpoint.external import load_any_model, load_any_tokenizer, load_external
-from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
+from lm.checkpoint.hugging_face.model_files import load_hugging_face, save_hugging_face
 from lm.checkpoint.training_checkpoint import save_training
 from lm.common.errors import UserError
 from lm.inference.completion import complete, encode_prompt

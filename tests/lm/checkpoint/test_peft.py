@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lm.checkpoint.external import load_any_model, load_external, read_context_length
-from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
+from lm.checkpoint.hugging_face.model_files import load_hugging_face, save_hugging_face
 from lm.checkpoint.peft import StoredAdapter, digest_of_files, save_peft
 from lm.common.errors import UserError
 from lm.files.checksum import file_checksum

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.checkpoint.hugging_face_chat import chat_fields
+from lm.checkpoint.hugging_face.chat_files import chat_fields
 from lm.common.errors import UserError
 from lm.data.chat_template import (
     add_chat_tokens,

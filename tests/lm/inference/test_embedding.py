@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.checkpoint.hugging_face import load_hugging_face
+from lm.checkpoint.hugging_face.model_files import load_hugging_face
 from lm.inference import embedding
 from lm.inference.config import Pooling
 from lm.inference.embedding import embed_in_steps
@@ -23,7 +23,7 @@ from lm.model.transformer import TransformerLM
 from tests.helpers.examples import examples
 from tests.helpers.generating import make_model
 from tests.helpers.reference_model import MODEL_VARIANTS, SMALL_CONFIG
-from tests.lm.checkpoint.test_families import make_model as make_theirs
+from tests.lm.checkpoint.hugging_face.test_families import make_model as make_theirs
 
 POOLINGS: list[Pooling] = ["last", "mean"]
 VOCAB_SIZE, CONTEXT = 53, 16

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from flows.pipeline import find_start
-from lm.checkpoint.gguf import save_gguf
-from lm.checkpoint.hugging_face import load_hugging_face
+from lm.checkpoint.gguf.writer import save_gguf
+from lm.checkpoint.hugging_face.model_files import load_hugging_face
 from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
 from lm.data.chat_template import add_chat_tokens
@@ -20,7 +20,7 @@ from tasks.import_model import import_model
 from tasks.runs.models import DirectoryModel, resolve_model, resolve_tokenizer
 from tests.helpers.llamas import assert_same_weights
 from tests.helpers.roots import materialize, run_context
-from tests.lm.checkpoint.test_gguf import TOKENIZER, make_model
+from tests.lm.checkpoint.gguf.test_writer import TOKENIZER, make_model
 from textmill.cli.main import main
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flows.pipeline import find_start
-from lm.checkpoint.hugging_face import save_hugging_face
+from lm.checkpoint.hugging_face.model_files import save_hugging_face
 from lm.common.errors import UserError
 from lm.text.pretokenize import END_OF_TEXT
 from tasks.import_model import import_model

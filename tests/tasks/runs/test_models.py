@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
+from lm.checkpoint.hugging_face.model_files import load_hugging_face, save_hugging_face
 from lm.checkpoint.training_checkpoint import save_training
 from lm.common.errors import UserError
 from lm.data.chat_template import add_chat_tokens

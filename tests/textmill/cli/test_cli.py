@@ -18,7 +18,7 @@ import torch
 from flows.config import PipelineConfig
 from flows.prefect_support.deployments import is_server_healthy
 from flows.prefect_support.signals import STOPPED_MESSAGE, Terminated
-from lm.checkpoint.hugging_face import load_hugging_face
+from lm.checkpoint.hugging_face.model_files import load_hugging_face
 from lm.common.errors import UserError
 from lm.inference.config import SampleConfig
 from lm.inference.engine import generate

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flows.posttrain import PosttrainConfig, posttrain
 from lm.checkpoint.external import load_any_model
-from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
+from lm.checkpoint.hugging_face.model_files import load_hugging_face, save_hugging_face
 from lm.model.config import AdapterConfig, ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.posttrain.config import ComparisonConfig, DialogsConfig, DPOConfig

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message, Receive, Scope, Send
 
-from lm.checkpoint.hugging_face import save_hugging_face
+from lm.checkpoint.hugging_face.model_files import save_hugging_face
 from lm.inference.scheduler import Scheduler
 from tests.helpers.examples import examples
 from tests.helpers.generating import LoadedModel, make_model

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lm.checkpoint.hugging_face import save_hugging_face
+from lm.checkpoint.hugging_face.model_files import save_hugging_face
 from lm.data.chat_template import add_chat_tokens
 from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.tokenizer import Tokenizer

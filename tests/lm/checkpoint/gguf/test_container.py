@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from lm.checkpoint.gguf_file import GGUFFile
-from lm.checkpoint.gguf_quants import BLOCKS
+from lm.checkpoint.gguf.container import GGUFFile
+from lm.checkpoint.gguf.quantized_blocks import BLOCKS
 from lm.common.errors import UserError
 
 gguf = pytest.importorskip("gguf", reason="the gguf library is not installed")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
-from lm.checkpoint.hugging_face_weights import DequantizedWeights
+from lm.checkpoint.hugging_face.model_files import load_hugging_face, save_hugging_face
+from lm.checkpoint.hugging_face.weight_files import DequantizedWeights
 from lm.common.errors import UserError
 from lm.model.config import ModelConfig, MoEConfig
 from lm.model.transformer import TransformerLM

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lm.checkpoint.external import load_external
-from lm.checkpoint.hugging_face import save_hugging_face
-from lm.checkpoint.hugging_face_chat import read_chat_settings
+from lm.checkpoint.hugging_face.chat_files import read_chat_settings
+from lm.checkpoint.hugging_face.model_files import save_hugging_face
 from lm.common.errors import UserError
 from lm.data.chat_template import add_chat_tokens, encode_dialog, find_template
 from lm.inference.chat_format import ChatFormat, respond

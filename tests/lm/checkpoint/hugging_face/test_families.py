@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
-from lm.checkpoint.hugging_face_architectures import ARCHITECTURES
+from lm.checkpoint.hugging_face.architectures import ARCHITECTURES
+from lm.checkpoint.hugging_face.model_files import load_hugging_face, save_hugging_face
 from lm.inference.config import SampleConfig
 from lm.inference.engine import generate
 from lm.inference.generation_request import Generation

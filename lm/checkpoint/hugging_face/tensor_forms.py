@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lm.checkpoint.hugging_face_architectures import BIAS_NAME, Architecture, Experts
+from lm.checkpoint.hugging_face.architectures import BIAS_NAME, Architecture, Experts
 from lm.common.errors import UserError
 from lm.model.config import ModelConfig
 

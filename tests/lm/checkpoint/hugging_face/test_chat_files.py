@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lm.checkpoint.external import load_external
-from lm.checkpoint.hugging_face import save_hugging_face
+from lm.checkpoint.hugging_face.model_files import save_hugging_face
 from lm.data.chat_template import add_chat_tokens, encode_chat_prompt, make_jinja_template
 from lm.inference.completion import stream_text
 from lm.inference.config import SampleConfig

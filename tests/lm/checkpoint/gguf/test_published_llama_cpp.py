@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from lm.checkpoint.external import load_external
-from lm.checkpoint.gguf import save_gguf
-from lm.checkpoint.gguf_tokenizer import ENDS
+from lm.checkpoint.gguf.tokenizer_metadata import ENDS
+from lm.checkpoint.gguf.writer import save_gguf
 from lm.data.chat_template import find_template
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.llamas import assert_same_weights
 from tests.helpers.published_chat import TEMPLATE
 from tests.helpers.tokenizers import make_tokenizer
-from tests.lm.checkpoint.test_gguf import make_model
-from tests.lm.checkpoint.test_gguf_llama_cpp import TEXT, needs_llama_cpp, run_llama_cpp
+from tests.lm.checkpoint.gguf.test_llama_cpp import TEXT, needs_llama_cpp, run_llama_cpp
+from tests.lm.checkpoint.gguf.test_writer import make_model
 
 pytestmark = [pytest.mark.slow, needs_llama_cpp]
 

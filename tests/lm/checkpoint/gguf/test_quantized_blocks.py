@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.checkpoint import gguf_quants
-from lm.checkpoint.gguf_quants import BLOCKS, dequantize
+from lm.checkpoint.gguf import quantized_blocks
+from lm.checkpoint.gguf.quantized_blocks import BLOCKS, dequantize
 
 gguf = pytest.importorskip("gguf", reason="the gguf library is not installed")
 
@@ -41,5 +41,5 @@ def test_numbers_come_back_within_a_step(type_name: str) -> None:
 def test_chunks_do_not_change_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(0).integers(0, 255, 210 * 9, dtype=np.uint8)
     whole = dequantize(values, "Q6_K")
-    monkeypatch.setattr(gguf_quants, "_CHUNK_NUMBERS", 1024)
+    monkeypatch.setattr(quantized_blocks, "_CHUNK_NUMBERS", 1024)
     assert np.array_equal(dequantize(values, "Q6_K"), whole, equal_nan=True)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from lm.checkpoint.gguf import GGUFType, save_gguf
-from lm.checkpoint.hugging_face import save_hugging_face
+from lm.checkpoint.gguf.writer import GGUFType, save_gguf
+from lm.checkpoint.hugging_face.model_files import save_hugging_face
 from lm.common.errors import UserError
 from lm.data.chat_template import END_TOKEN, add_chat_tokens, make_jinja_template
 from lm.model.config import ModelConfig, MoEConfig, Multipliers, RopeScaling

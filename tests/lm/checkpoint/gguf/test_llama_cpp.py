@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from lm.checkpoint.gguf import save_gguf
+from lm.checkpoint.gguf.writer import save_gguf
 from lm.model.config import RopeScaling
 from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.tokenizers import make_tokenizer
-from tests.lm.checkpoint.test_gguf import TOKENIZER, make_model
+from tests.lm.checkpoint.gguf.test_writer import TOKENIZER, make_model
 
 PACKAGES = [Path(folder) / "node-llama-cpp" for folder in os.environ.get("NODE_PATH", "").split(os.pathsep) if folder]
 PACKAGE = next((path for path in PACKAGES if path.is_dir()), None)

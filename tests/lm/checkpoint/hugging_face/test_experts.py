@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
+from lm.checkpoint.hugging_face.model_files import load_hugging_face, save_hugging_face
 from lm.common.errors import UserError
 from lm.model.config import MoEConfig
 from tests.helpers.llamas import (

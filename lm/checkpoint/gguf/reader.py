@@ -16,9 +16,9 @@ from lm.checkpoint.external_weights import (
     read_field,
     read_model_config,
 )
-from lm.checkpoint.gguf_file import GGUFFile
-from lm.checkpoint.gguf_tokenizer import parse_tokenizer
-from lm.checkpoint.hugging_face import find_rotary
+from lm.checkpoint.gguf.container import GGUFFile
+from lm.checkpoint.gguf.tokenizer_metadata import parse_tokenizer
+from lm.checkpoint.hugging_face.model_files import find_rotary
 from lm.common.errors import UserError
 from lm.model.config import ModelConfig, RopeScaling
 from lm.model.rope import rotary_frequencies
@@ -86,7 +86,7 @@ def load_gguf(
 
 
 def load_gguf_tokenizer(path: Path) -> Tokenizer | SentencePieceTokenizer:
-    """Load the tokenizer of a GGUF file; see :func:`lm.checkpoint.gguf_tokenizer.parse_tokenizer`."""
+    """Load the tokenizer of a GGUF file; see :func:`lm.checkpoint.gguf.tokenizer_metadata.parse_tokenizer`."""
     return parse_tokenizer(path, GGUFFile(path).metadata)
 
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from lm.checkpoint.external import read_context_length
-from lm.checkpoint.gguf import GGUFType, save_gguf
-from lm.checkpoint.gguf_reader import find_llama3_scaling, load_gguf
+from lm.checkpoint.gguf.reader import find_llama3_scaling, load_gguf
+from lm.checkpoint.gguf.writer import GGUFType, save_gguf
 from lm.common.errors import UserError
 from lm.model.config import RopeScaling
 from lm.model.rope import rotary_frequencies
 from tests.helpers.gguf_files import Change, gguf, renamed, rewrite, with_field, with_tensor, without
 from tests.helpers.llamas import assert_same_weights
-from tests.lm.checkpoint.test_gguf import TOKENIZER, make_model, read_tensors
+from tests.lm.checkpoint.gguf.test_writer import TOKENIZER, make_model, read_tensors
 
 OPTIONS: list[dict[str, Any]] = [
     {},

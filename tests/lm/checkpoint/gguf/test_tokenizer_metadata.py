@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lm.checkpoint.external import load_any_tokenizer, load_external
-from lm.checkpoint.gguf import save_gguf
-from lm.checkpoint.gguf_reader import load_gguf_tokenizer as load_gguf_tokenizer_of_any_kind
+from lm.checkpoint.gguf.reader import load_gguf_tokenizer as load_gguf_tokenizer_of_any_kind
+from lm.checkpoint.gguf.writer import save_gguf
 from lm.common.errors import UserError
 from lm.data.chat_template import END_TOKEN, add_chat_tokens, find_template, make_jinja_template
 from lm.text.pretokenize import END_OF_TEXT, GPT2_PATTERN
@@ -17,7 +17,7 @@ from lm.tokenizer.chat_settings import ChatSettings
 from lm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.gguf_files import Change, rewrite, with_field, without
 from tests.helpers.tokenizers import make_tokenizer, published_parts
-from tests.lm.checkpoint.test_gguf import TOKENIZER, make_model, read_fields
+from tests.lm.checkpoint.gguf.test_writer import TOKENIZER, make_model, read_fields
 
 TEXT = "Once upon a time, there's 12345  cats.\n\n  Naïve café 日本語 🙂 I'LL go   \r\n x!!!\n"
 

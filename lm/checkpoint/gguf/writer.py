@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from lm.checkpoint.external_weights import check_is_expressible, translate_name, unpair_rotary_rows
-from lm.checkpoint.gguf_reader import ADJACENT_PAIRS, GGUF_FIELDS, GGUF_NAMES, ROTARY_DIVISORS
-from lm.checkpoint.gguf_tokenizer import add_tokenizer_metadata, check_tokenizer
-from lm.checkpoint.hugging_face import find_rotary
+from lm.checkpoint.gguf.reader import ADJACENT_PAIRS, GGUF_FIELDS, GGUF_NAMES, ROTARY_DIVISORS
+from lm.checkpoint.gguf.tokenizer_metadata import add_tokenizer_metadata, check_tokenizer
+from lm.checkpoint.hugging_face.model_files import find_rotary
 from lm.common.errors import UserError, translate_write_errors
 from lm.files.atomic_dir import sync_path
 from lm.model.config import ModelConfig
@@ -43,8 +43,8 @@ def save_gguf(model: TransformerLM, tokenizer: Tokenizer, path: Path, weight_typ
     type of matrices; norms and biases are always float32. ``q8_0`` rounds blocks of 32 numbers to int8 with a float16
     scale. Tensors are converted and written one at a time. The file has the chat templates of the tokenizer and the ids
     that end a generation. Raises UserError if ``path`` exists, if llama.cpp lacks options of the model or of the
-    tokenizer, see :func:`lm.checkpoint.gguf_tokenizer.check_tokenizer`, if rows do not fit ``q8_0``, if the library is
-    missing, or if the file cannot be written.
+    tokenizer, see :func:`lm.checkpoint.gguf.tokenizer_metadata.check_tokenizer`, if rows do not fit ``q8_0``, if the
+    library is missing, or if the file cannot be written.
     """
     try:
         from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType

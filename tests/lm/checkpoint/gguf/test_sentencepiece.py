@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from lm.checkpoint.external import load_any_tokenizer, load_external
-from lm.checkpoint.gguf import save_gguf
+from lm.checkpoint.gguf.writer import save_gguf
 from lm.common.errors import UserError
 from lm.tokenizer.sentencepiece import SentencePieceTokenizer
 from tests.helpers.gguf_files import Change, rewrite, with_field, without
 from tests.helpers.llamas import train_small_llama_tokenizer
-from tests.lm.checkpoint.test_gguf import TOKENIZER, make_model
-from tests.lm.checkpoint.test_gguf_llama_cpp import needs_llama_cpp, run_llama_cpp
+from tests.lm.checkpoint.gguf.test_llama_cpp import needs_llama_cpp, run_llama_cpp
+from tests.lm.checkpoint.gguf.test_writer import TOKENIZER, make_model
 
 TEXT = "the cat  sat\n\n on the hat é日🙂 </s> [INST] 12345 "
 

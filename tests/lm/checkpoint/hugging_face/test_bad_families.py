@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lm.checkpoint.hugging_face import load_hugging_face
+from lm.checkpoint.hugging_face.model_files import load_hugging_face
 from lm.common.errors import UserError
 from lm.model.config import MoEConfig, Multipliers, RopeScaling
 from tests.helpers.llamas import changed_config, make_exported

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm.checkpoint.gguf_quants import BLOCKS, dequantize
+from lm.checkpoint.gguf.quantized_blocks import BLOCKS, dequantize
 from lm.checkpoint.safe_load import refuse_lfs_pointer
 from lm.common.errors import UserError
 
@@ -58,7 +58,7 @@ class StoredTensor(NamedTuple):
     """Where a tensor is in the file."""
 
     type_name: str
-    """``F32``, ``F16``, ``BF16`` or a name of :data:`lm.checkpoint.gguf_quants.BLOCKS`."""
+    """``F32``, ``F16``, ``BF16`` or a name of :data:`lm.checkpoint.gguf.quantized_blocks.BLOCKS`."""
     shape: tuple[int, ...]
     """The slowest dimension first, as in torch."""
     start: int

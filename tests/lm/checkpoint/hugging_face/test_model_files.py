@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lm.checkpoint.external import load_external
-from lm.checkpoint.hugging_face import load_hugging_face, save_hugging_face
+from lm.checkpoint.hugging_face.model_files import load_hugging_face, save_hugging_face
 from lm.checkpoint.meta import load_meta
 from lm.common.errors import UserError
 from lm.inference.completion import encode_prompt

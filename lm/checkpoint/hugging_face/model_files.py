@@ -1,5 +1,5 @@
 """Load and save models in Hugging Face's files: a Llama or a relative, see
-:mod:`lm.checkpoint.hugging_face_architectures`."""
+:mod:`lm.checkpoint.hugging_face.architectures`."""
 
 import json
 from pathlib import Path
@@ -17,11 +17,11 @@ from lm.checkpoint.external_weights import (
     unpair_rotary_rows,
     use_plain_names,
 )
-from lm.checkpoint.hugging_face_architectures import ARCHITECTURES, choose_architecture
-from lm.checkpoint.hugging_face_chat import chat_fields
-from lm.checkpoint.hugging_face_config import config_fields, read_config
-from lm.checkpoint.hugging_face_tensors import from_own_tensors, to_own_tensors
-from lm.checkpoint.hugging_face_weights import DequantizedWeights, read_weights
+from lm.checkpoint.hugging_face.architectures import ARCHITECTURES, choose_architecture
+from lm.checkpoint.hugging_face.chat_files import chat_fields
+from lm.checkpoint.hugging_face.config_json import config_fields, read_config
+from lm.checkpoint.hugging_face.tensor_forms import from_own_tensors, to_own_tensors
+from lm.checkpoint.hugging_face.weight_files import DequantizedWeights, read_weights
 from lm.checkpoint.safe_load import save_safetensors
 from lm.common.errors import UserError, translate_write_errors
 from lm.files.atomic_dir import atomic_directory, fill_directory
