@@ -30,6 +30,7 @@ from lm.kernels.curation.language_features import walk_features
 from lm.kernels.disk_cache import CACHE_DIR, IS_CACHE_WRITABLE, pipeline_marker
 from lm.kernels.jit import KERNELS
 from lm.model.nf4 import dequantize_on_cpu, quantize_nf4
+from lm.optim.adamw import AdamW
 from lm.text.patterns import PATTERNS
 from lm.tokenizer.bpe import train_merges
 from lm.tokenizer.piece_encoder import PieceEncoder
@@ -70,6 +71,10 @@ def run_groups(pattern: str = "gpt2", id_bits: int | None = None) -> Iterator[st
         for _ in tokenizer.encode_blocks([_text()]):
             pass
         yield f"encoding, {bits}-bit ids"
+    weight = torch.nn.Parameter(torch.zeros(1))
+    weight.grad = torch.zeros(1)
+    AdamW([weight]).step()
+    yield "AdamW"
     compile_kernels(torch.float32)
     if id_bits is not None:
         pipeline_marker(pattern, id_bits).touch()

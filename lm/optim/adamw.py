@@ -2,26 +2,25 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
+from lm.optim.adamw_cpu import update_on_cpu
 from lm.optim.optimizer import Optimizer
 from lm.optim.shards import local_shard
 
 log = logging.getLogger(__name__)
 
-_BLOCK_ELEMENTS = 1 << 18  # of parameters; with their gradients and two moments they fit a CPU's cache
-
 
 class AdamW(Optimizer):
     """Adam with decoupled weight decay. Gives the same result as ``torch.optim.AdamW``.
 
-    On a GPU with Triton, one kernel updates a parameter of float32. Else ``torch._foreach`` updates lists of tensors
-    together. On a CPU the lists hold blocks of parameters that fit its cache.
+    On a CPU one kernel updates all parameters of float32 together, on a GPU with Triton one kernel each of them. Else,
+    and on a CPU with ``found_inf``, ``torch._foreach`` updates lists of tensors. Parameters must not share memory.
     """
 
     is_elementwise: ClassVar[bool] = True
@@ -66,9 +65,8 @@ class AdamW(Optimizer):
             for t, params in params_by_step.items():
                 tensors = [(p, cast(Tensor, p.grad), self.state[p]["m"], self.state[p]["v"]) for p in params]
                 rows = [tuple(map(local_shard, row)) for row in tensors]
-                if rows[0][0].is_cuda:
-                    rows = _update_by_kernel(rows, t, group, found_inf)
-                for weights, grads, m, v in _split_into_blocks(rows):
+                if rows := _update_by_kernel(rows, t, group, found_inf):
+                    weights, grads, m, v = map(list, zip(*rows, strict=True))
                     _update(weights, grads, m, v, t, group, found_inf)
         return loss
 
@@ -109,11 +107,14 @@ def _update(
 def _update_by_kernel(
     rows: list[tuple[Tensor, ...]], t: int, group: dict[str, Any], found_inf: Tensor | None
 ) -> list[tuple[Tensor, ...]]:
-    """Update what the kernel can, and return the other rows: all of them if Triton is not installed."""
-    kernel = _load_kernel(rows[0][0].device)
+    """Update what the kernel can, and return the other rows: all of them if the device has no kernel."""
+    device = rows[0][0].device
+    if device.type == "cpu":  # the trainer reads found_inf itself and leaves out the step
+        return update_on_cpu(rows, t, group) if found_inf is None else rows
+    kernel = _load_kernel(device) if device.type == "cuda" else None
     if kernel is None:
         return rows
-    is_applied = torch.ones((), device=rows[0][0].device) if found_inf is None else (~found_inf).float()
+    is_applied = torch.ones((), device=device) if found_inf is None else (~found_inf).float()
     others = []
     for row in rows:
         if all(x.dtype == torch.float32 and x.is_cuda and x.is_contiguous() for x in row):
@@ -137,25 +138,3 @@ def _load_kernel(device: torch.device) -> Callable[[tuple[Tensor, ...], int, dic
         log.warning("Triton does not work here, AdamW updates without it: %s", str(error).partition("\n")[0])
         return None
     return update
-
-
-def _split_into_blocks(rows: Sequence[tuple[Tensor, ...]]) -> Iterator[list[list[Tensor]]]:
-    """Yield the columns of ``rows`` in blocks that fit a CPU's cache. The tensors of a row have one shape.
-
-    On other devices the only block holds everything.
-    """
-    if not rows:
-        return
-    if not all(x.device.type == "cpu" and x.is_contiguous() for row in rows for x in row):
-        yield [list(column) for column in zip(*rows, strict=True)]
-        return
-    block: list[tuple[Tensor, ...]] = []
-    free_elements = _BLOCK_ELEMENTS
-    for row in rows:
-        for pieces in zip(*(x.view(-1).split(_BLOCK_ELEMENTS) for x in row), strict=True):
-            if block and pieces[0].numel() > free_elements:
-                yield [list(column) for column in zip(*block, strict=True)]
-                block, free_elements = [], _BLOCK_ELEMENTS
-            block.append(pieces)
-            free_elements -= pieces[0].numel()
-    yield [list(column) for column in zip(*block, strict=True)]
