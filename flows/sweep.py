@@ -22,6 +22,7 @@ from lm.experiments.config import MixtureConfig
 from lm.experiments.report import SweepReport
 from lm.experiments.search import Search
 from lm.experiments.trial import TrialConfig, TrialResult, from_json
+from tasks.gate import find_look, gate
 from tasks.mixture_law import mixture_law
 from tasks.runtime.output import Ref, read_output
 from tasks.runtime.store import Store
@@ -31,7 +32,7 @@ from tasks.trial import trained_models, trial
 
 
 def sweep_stages(config: SweepConfig, executor: Executor) -> None:
-    """Run all stages: those of the pipeline up to the shards, the trials, the scaling law, and the table."""
+    """Run all stages: those of the pipeline up to the shards, the trials, what is fitted to them, and the table."""
     state = _Sweep(config, executor.find_inputs(_find_inputs), executor)
     failure: UserError | None = None
     if config.search:
@@ -42,12 +43,13 @@ def sweep_stages(config: SweepConfig, executor: Executor) -> None:
         state.check_trained()
         state.check_law()
         state.find_mixture()
+        state.judge_variant()
     except UserError as error:  # raised after the table, which shows what to add
         failure = error
     trials = [*state.trials, *state.check]
     models = executor.read(trained_models, trials)
     report = make_report(config, state.points)
-    output = executor.call(sweep_stage, state.trials, models, state.law, state.check, report, *state.mixture)
+    output = executor.call(sweep_stage, state.trials, models, state.law, state.check, report, *state.found)
     for index, model in executor.read(_read_best, output, trials):
         for ref in (*state.prepare(state.points[index])[1], model):
             executor.finish(ref)
@@ -79,8 +81,8 @@ class _Sweep:
         self.trials: list[Ref] = []
         self.law: list[Ref] = []
         self.check: list[Ref] = []
-        self.mixture: list[list[Ref]] = []
-        """The law of a mixture, as an argument of the stage ``sweep``; no argument without one."""
+        self.found: list[list[Ref]] = []
+        """The law of a mixture, or the verdict of a gate, as arguments of the stage ``sweep``; none without them."""
         self._prepared: dict[str, tuple[TrainingInputs, list[Ref]]] = {}
 
     def prepare(self, point: Point) -> tuple[TrainingInputs, list[Ref]]:
@@ -243,8 +245,18 @@ class _Sweep:
         mixes = [pipeline_config(point).data.mix_weights for point in self.points]
         limits = {name: weights["max_epochs"] for name, weights in self.config.base.data.mix_weights.items()}
         law = self.executor.finish(self.executor.call(mixture_law, self.trials, index, mixes, limits, tokens, mixture))
-        self.mixture = [[law]]
+        self.found = [[law]]
         return self.executor.read(_read_json, law, "mixture.json")
+
+    def judge_variant(self) -> None:
+        """Judge the variant of a gate. Raises UserError if its trainings do not compare."""
+        if (config := self.config.gate) is None:
+            return
+        index = self.prepare(self.points[0])[0].shards_index
+        arms = [_trial_config(point) for point in self.points[:4]]  # both at both sizes
+        look = self.executor.read(find_look, index, arms, self.trials)
+        models = self.executor.read(trained_models, self.trials)
+        self.found = [[], [self.executor.finish(self.executor.call(gate, self.trials, models, config, look))]]
 
     def _distance(self, point: Point, parameters: float) -> float:
         """Return how far the size of a point is from ``parameters``, as the logarithm of their ratio."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from flows.config import FlowConfig, PipelineConfig, merge_fields, read_yaml, why_not_curated
+from flows.gate import check_gate, check_pair, gate_grid, read_variant
 from lm.common.config import bounded_field
 from lm.common.errors import UserError, did_you_mean
 from lm.experiments.axes import (
@@ -25,7 +26,7 @@ from lm.experiments.axes import (
     read_numbers,
     set_option,
 )
-from lm.experiments.config import LawConfig, MixtureConfig, SearchConfig
+from lm.experiments.config import GateConfig, LawConfig, MixtureConfig, SearchConfig
 from tasks.runtime.execution import Execution
 
 SweepStage = Literal[
@@ -43,10 +44,13 @@ SweepStage = Literal[
     "trial",
     "scaling_law",
     "mixture_law",
+    "gate",
     "sweep",
 ]
 
-_FILE_FIELDS = {"description", "base", "set", "axes", "derive", "search", "law", "mixture", "max_epochs", "sizes"}
+_FILE_FIELDS = {
+    *("description", "base", "set", "axes", "derive", "search", "law", "mixture", "gate", "max_epochs", "sizes")
+}
 _MERGED_FIELDS = ("set", "derive")  # a size adds to them; it replaces the others
 
 
@@ -79,6 +83,9 @@ class SweepConfig(FlowConfig):
     mixture: MixtureConfig | None = None
     """Train on different mixtures of the sources of ``data.mix``, in place of axes, and find the best weights. Off by
     default."""
+    gate: GateConfig | None = None
+    """Compare a variant with the baseline at two sizes, in place of axes, and accept it only if it is shown to be
+    faster. Off by default."""
     max_epochs: float | None = bounded_field(None, gt=0, lt=math.inf)
     """Maximum number of times that a training may read the training text. A point with more is refused. Default: no
     limit."""
@@ -95,13 +102,23 @@ class SweepConfig(FlowConfig):
 
     @property
     def varied(self) -> list[str]:
-        """Options and variables of the axes, in their order."""
+        """Options and variables of the axes, or of the sizes of a gate, in their order."""
+        if self.gate:
+            return list(dict.fromkeys(["arm", *self.gate.sizes[0], *self.gate.sizes[1]]))
         return [name for axis in self.axes for name in axis.names]
 
     def __post_init__(self) -> None:
         """Raise UserError, which names the point, if a point of the sweep is not valid."""
+        for part, kind in ((self.mixture, "mixture"), (self.gate, "gate")):
+            if part and (self.axes or self.search or self.law or (self.mixture and self.gate)):
+                raise UserError(
+                    f"The sweep {self.name} has a {kind}, which chooses its points; leave out axes, search and law, "
+                    "and all but one of mixture and gate."
+                )
         if self.mixture:
             self._check_mixture(self.mixture)
+        elif self.gate:
+            check_gate(self.gate, self.base, self.derive)
         elif not self.axes:
             raise UserError(f"The sweep {self.name} has no axes; name at least one option that varies.")
         if self.execution.train_deployment:
@@ -117,22 +134,23 @@ class SweepConfig(FlowConfig):
             self._check_search(self.search, names)
         if self.law:
             self._check_law(self.law)
-        for number, settings in enumerate(corners(self.axes) if self.search else self.grid(), start=1):
-            config = self.point(settings, f"point {number}").config
-            for option in ("max_seconds", "patience"):
-                if self.law and config["train"][option]:
-                    raise UserError(f"A law needs trainings of a known cost; set no train.{option}.")
+        points = [
+            self.point(settings, f"point {number}")
+            for number, settings in enumerate(corners(self.axes) if self.search else self.grid(), start=1)
+        ]
+        for point, option in itertools.product(points, ("max_seconds", "patience")):
+            if (self.law or self.gate) and point.config["train"][option]:
+                raise UserError(f"A law needs trainings of a known cost; set no train.{option}.")
+        if self.gate and self.gate.variant:
+            configs = [pipeline_config(point) for point in points[:4]]
+            for size, pair in enumerate(zip(configs[::2], configs[1::2], strict=True), start=1):
+                check_pair(*pair, size)
         if self.law and self.law.check_budget:
             for size in self.law.check_sizes:
                 first = expand(self.axes)[0]
                 self.point(first | {self.law.budget: self.law.check_budget, self.law.size: size}, "the check")
 
     def _check_mixture(self, mixture: MixtureConfig) -> None:
-        if self.axes or self.search or self.law:
-            raise UserError(
-                f"The sweep {self.name} has a mixture, whose points are weights of the sources; leave out axes, search "
-                "and law."
-            )
         names, data = self.base.data.named_sources, self.base.data
         if len(names) < 2:
             raise UserError(
@@ -183,10 +201,16 @@ class SweepConfig(FlowConfig):
 
     def why_missing(self, stage: str) -> str:
         """Return why a run with this configuration has no such stage; empty if it has one."""
-        for name, part in {"scaling_law": "law", "mixture_law": "mixture"}.items():
+        for name, part in {"scaling_law": "law", "mixture_law": "mixture", "gate": "gate"}.items():
             if stage == name and not getattr(self, part):
                 return f"There is no stage {stage}: the sweep {self.name} has no {part}."
         return why_not_curated(self.base, stage)
+
+    def check_stages(self, until: str | None, refresh: Sequence[str]) -> None:
+        """Raise UserError as the base class does, and for a gate without a variant."""
+        super().check_stages(until, refresh)
+        if self.gate and not self.gate.variant:
+            raise UserError(f"The sweep {self.name} needs a variant: --variant FILE, a YAML file of its options.")
 
     def stage_names(self) -> list[str]:
         """Return the names of the stages of a run in their order, trial once for each point. Trials train models."""
@@ -198,7 +222,10 @@ class SweepConfig(FlowConfig):
         return [self.point(settings, f"point {number}") for number, settings in enumerate(self.grid(), start=1)]
 
     def grid(self) -> list[Settings]:
-        """Return the settings of all points: all combinations of the axes, or the weights of a mixture."""
+        """Return the settings of all points: all combinations of the axes, the weights of a mixture, or the arms of a
+        gate."""
+        if self.gate:
+            return gate_grid(self.gate, self.base)
         if not self.mixture:
             return expand(self.axes)
         from lm.curate.mixture_law import design_weights  # slow to import
@@ -230,7 +257,10 @@ class SweepConfig(FlowConfig):
         """Return the point with these settings of the axes. Raises UserError, with its ``name``, if it is not valid."""
         try:
             settings = {option: read_numbers(value) for option, value in settings.items()}
-            point = make_point(self._base_fields, settings, self.derive)
+            derive = self.derive
+            if self.gate:  # what a variant sets is not derived
+                derive = {option: expression for option, expression in derive.items() if option not in settings}
+            point = make_point(self._base_fields, settings, derive)
             if pipeline_config(point).train.init_from:
                 raise UserError("the points of a sweep train new models; leave train.init_from out")
         except UserError as error:
@@ -331,3 +361,19 @@ def with_base(config: SweepConfig, base: PipelineConfig) -> SweepConfig:
         if "." in name and get_option(before, name) != get_option(after, name):
             raise UserError(f"The sweep {config.name} varies {name} itself; leave --{name} out, or edit its file.")
     return replace(config, base=base)
+
+
+def with_gate(config: SweepConfig, variant: str, seeds: int | None) -> SweepConfig:
+    """Return a sweep whose gate has the variant of a file, if one is named, and this number of seeds, unless it is
+    None. Raises UserError if the sweep has no gate."""
+    if not variant and seeds is None:
+        return config
+    if not config.gate:
+        option = "--variant" if variant else "--seeds"
+        raise UserError(f"{option} is for a sweep with a gate, and {config.name} has none; leave it out.")
+    gate = config.gate
+    try:
+        options = read_variant(Path(variant).expanduser()) if variant else gate.variant
+        return replace(config, gate=replace(gate, variant=options, seeds=gate.seeds if seeds is None else seeds))
+    except RuntimeError as error:  # the home of an unknown user
+        raise UserError(f"The variant {variant} cannot be found: {str(error).rstrip('.')}.") from None

@@ -22,13 +22,14 @@ def sweep(
     check: list[Output],
     report: SweepReport,
     mixture: list[Output] | None = None,
+    gate: list[Output] | None = None,
 ) -> None:
     """Write ``table.csv``, ``curves.jsonl``, ``best.yaml``, and ``law.json`` if the sweep has a scaling law.
 
     ``models`` are the trained models: the sweep needs their files, so ``textmill gc`` keeps them. The last points of
     the report belong to ``check``, the trainings that check the law. With the law of a ``mixture``, ``best.yaml`` has
     the weights that it found, the best point is the longest one with the lowest target of the law, and
-    ``mixture.json`` has the losses of the checks.
+    ``mixture.json`` has the losses of the checks. With a ``gate``, the best point is of the arm to go on with.
     """
     results = [from_json(output.json("trial.json")) for output in (*trials, *check)]
     rows = table_rows(report, results)
@@ -46,6 +47,8 @@ def sweep(
             if len(losses := result.source_bits_per_byte) == len(found["sources"]):
                 part = list(found["mixtures"].values())[number % len(found["mixtures"])]
                 part.setdefault("measured", []).append([losses[name] for name in found["sources"]])
+    if gate:
+        best = gate[0].json("gate.json")["result"]["kept"]
     if results[best].state == "finished":
         config = {"name": f"{report.name}-best", **report.configs[best]}
         if found:

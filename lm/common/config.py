@@ -72,6 +72,8 @@ def validate_fields(config: Any, section: str) -> None:
 
 def _has_type(value: Any, expected_type: Any) -> bool:
     origin, arguments = get_origin(expected_type), get_args(expected_type)
+    if expected_type is Any:
+        return True
     if origin is Literal:
         return value in arguments
     if origin is list:

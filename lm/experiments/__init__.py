@@ -1,4 +1,4 @@
-"""Experiments: the points of a sweep, search with pruning, results of trainings, and scaling laws."""
+"""Experiments: the points of a sweep, search with pruning, results of trainings, scaling laws, and the gate."""
 
 import lazy_loader
 

@@ -3,8 +3,14 @@ from .axes import Point as Point
 from .axes import evaluate_expression as evaluate_expression
 from .axes import expand as expand
 from .axes import make_point as make_point
+from .config import GateConfig as GateConfig
 from .config import LawConfig as LawConfig
 from .config import SearchConfig as SearchConfig
+from .gate import GateResult as GateResult
+from .gate import compare_size as compare_size
+from .gate import decide as decide
+from .gate import fit_loss_law as fit_loss_law
+from .gate import judge as judge
 from .report import SweepReport as SweepReport
 from .scaling_law import Measurement as Measurement
 from .scaling_law import Prediction as Prediction

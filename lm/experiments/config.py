@@ -1,4 +1,7 @@
-"""Configuration of searches, scaling laws and budgets. It imports no large library: the command line starts fast."""
+"""Configuration of searches, scaling laws, mixtures, gates and budgets.
+
+It imports no large library: the command line starts fast.
+"""
 
 import math
 import re
@@ -89,6 +92,40 @@ class MixtureConfig(Config, section="mixture"):
         ):
             raise UserError(
                 f"mixture.target is {self.target}; it must have weights of at least 0, one of them above 0."
+            )
+
+
+@dataclass(frozen=True)
+class GateConfig(Config, section="gate"):
+    """A variant of the training or the model against the baseline: at two sizes of model, with equal tokens, and the
+    same seeds for both."""
+
+    sizes: list[dict[str, Any]]
+    """Options of the two sizes, such as model.d_model and train.steps. Only these differ between the baselines."""
+    variant: dict[str, Any] = field(default_factory=dict)
+    """Options of the variant, of the sections model and train. The command line reads them from --variant."""
+    seeds: int = bounded_field(12, ge=3)
+    """Number of seeds, from train.seed on. Each trains the baseline and the variant at both sizes. Twelve find a gain
+    of twice the seeds' standard deviation in at least 80 % of cases."""
+    max_seeds: int = bounded_field(24, ge=3)
+    """Largest cost: the number of seeds after which an undecided variant is given up. A look at fewer seeds may spend
+    its share of the allowed error, so that a later look at more seeds has some left."""
+    lengths: list[float] = field(default_factory=lambda: [0.25, 0.5, 2.0])
+    """Parts of the steps of more trainings of the baseline, one at each size. The law of its loss over compute is
+    fitted to them; from three of them on, it has an irreducible loss."""
+    least_speedup: float = bounded_field(1.05, gt=1, lt=math.inf)
+    """Effective speed-up that a variant must have to be worth it. One that is shown to have less is rejected."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.sizes) != 2:
+            raise UserError(f"gate.sizes has {len(self.sizes)} sizes; a gate compares at two.")
+        if self.max_seeds < self.seeds:
+            raise UserError(f"gate.max_seeds {self.max_seeds} must be at least gate.seeds {self.seeds}.")
+        lengths = {float(length) for length in self.lengths}
+        if not lengths or len(lengths) < len(self.lengths) or any(not 0 < x < math.inf or x == 1 for x in lengths):
+            raise UserError(
+                f"gate.lengths is {self.lengths}; it must have different parts of the steps above 0, without 1."
             )
 
 

@@ -8,7 +8,7 @@ the budget. Power laws of the budget go through the minima. From four budgets on
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -187,13 +187,10 @@ def fit_scaling_law(runs: Sequence[Measurement]) -> ScalingLaw:
     if len(budgets) < MIN_BUDGETS_FOR_IRREDUCIBLE_LOSS:
         loss = fit("best_loss", drawn.losses)
     else:
-        log_budgets, fitted = np.log(budgets), 3
-        curve = _fit_curves(log_budgets, np.array([[parabola.best_loss for parabola in parabolas]]))
-        decays = _fit_curves(log_budgets, np.exp(drawn.losses)).decays
-        low, high = np.percentile(decays, (15.9, 84.1))
-        decay, irreducible = float(curve.decays[0]), float(curve.offsets[0])
-        coefficient = float(curve.scales[0]) * math.exp(decay * float(log_budgets.mean()))
-        loss = PowerLaw(coefficient, -decay, float(high - low) / 2)
+        fitted = 3
+        irreducible, curve = fit_loss_over_compute(budgets, [parabola.best_loss for parabola in parabolas])
+        low, high = np.percentile(_fit_curves(np.log(budgets), np.exp(drawn.losses)).decays, (15.9, 84.1))
+        loss = replace(curve, exponent_error=float(high - low) / 2)
     residuals = [math.log(parabola.best_loss / (irreducible + loss(parabola.budget))) for parabola in parabolas]
     law_noise = math.sqrt(sum(residual**2 for residual in residuals) / max(1, len(budgets) - fitted))
     return ScalingLaw(
@@ -205,6 +202,20 @@ def fit_scaling_law(runs: Sequence[Measurement]) -> ScalingLaw:
         noise,
         law_noise,
     )
+
+
+def fit_loss_over_compute(budgets: Sequence[float], losses: Sequence[float]) -> tuple[float, PowerLaw]:
+    """Fit ``E + A · C^-alpha`` by least squares. Return E, the irreducible loss, and the power law; its error is nan.
+
+    With fewer than four budgets E is 0, and the power law is fitted in logarithms.
+    """
+    if len(budgets) < MIN_BUDGETS_FOR_IRREDUCIBLE_LOSS:
+        return 0.0, replace(fit_power_law(budgets, losses), exponent_error=math.nan)
+    log_budgets = np.log(np.asarray(budgets, float))
+    curve = _fit_curves(log_budgets, np.asarray([losses], float))
+    decay = float(curve.decays[0])
+    coefficient = float(curve.scales[0]) * math.exp(decay * float(log_budgets.mean()))
+    return float(curve.offsets[0]), PowerLaw(coefficient, -decay, math.nan)
 
 
 class _Curves(NamedTuple):

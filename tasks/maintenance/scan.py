@@ -8,9 +8,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lm.common.errors import TransientError, UserError
+from tasks.runtime.gate_ledger import LEDGER
 from tasks.runtime.locks import is_locked
 from tasks.runtime.output import MANIFEST, Output, Ref, open_output
-from tasks.runtime.schemas import ATTEMPT_NAME, RUN_NAME, STAGE_NAME, LatestOutput, RunRecord, SourceRecord, read_record
+from tasks.runtime.schemas import (
+    ATTEMPT_NAME,
+    RUN_NAME,
+    STAGE_NAME,
+    GateEntry,
+    LatestOutput,
+    RunRecord,
+    SourceRecord,
+    read_record,
+)
 from tasks.runtime.store import LEASES, LOCK_FILE, Store
 
 _TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{32}\.tmp")
@@ -108,7 +118,8 @@ def _is_left_behind(store: Store, path: str) -> bool:
 
 
 def _scan_file(store: Store, path: str, size: int, result: Scan) -> Iterator[Finding]:
-    """Check a file outside the key directories: a run record or report, a source record, or a ``latest.json``."""
+    """Check a file outside the key directories: a run record or report, a source record, an entry of the gate's ledger,
+    or a ``latest.json``."""
     store.path(path)  # raises UserError for a link: what lies behind it is unknown
     directory, _, name = path.rpartition("/")
     if directory == LEASES:
@@ -132,6 +143,9 @@ def _scan_file(store: Store, path: str, size: int, result: Scan) -> Iterator[Fin
     elif directory == "sources":
         if not read_record(SourceRecord, store, path):
             yield Finding("damaged", path, "it is not a valid source record; the next run reads the source again")
+    elif directory == LEDGER:
+        if not read_record(GateEntry, store, path):
+            yield Finding("damaged", path, "it is not a valid entry of the gate's ledger; restore it, or delete it")
     elif directory and name == "latest.json":
         if not read_record(LatestOutput, store, path):
             yield Finding("damaged", path, "it is not a valid record; delete it")

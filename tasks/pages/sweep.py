@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from tasks.pages.charts import embed_figure, new_figure
+from tasks.pages.gate import gate_section
 from tasks.pages.markdown import plain, shorten, table
 from tasks.pages.mixture import mixture_section
+from tasks.runtime.gate_ledger import read_ledger
 
 if TYPE_CHECKING:
     from lm.experiments.report import SweepReport
@@ -27,6 +29,7 @@ def sweep(
     check: "list[Output]",
     report: "SweepReport",
     mixture: "list[Output] | None" = None,
+    gate: "list[Output] | None" = None,
 ) -> Iterator[str]:
     """Show all points sorted by loss, their curves, the loss over each axis, and the best configuration."""
     from lm.experiments.trial import State, from_json
@@ -34,15 +37,18 @@ def sweep(
     page = _SweepPage(report, [from_json(output.json("trial.json")) for output in (*trials, *check)])
     if report.description:
         yield report.description
+    if gate:
+        contents = gate[0].json("gate.json"), gate[0].json("times.json")
+        yield from gate_section(*contents, read_ledger(out.run.store), report)
     states = {state: count for state, count in out.figures.items() if state in get_args(State)}
     shown = ", ".join(f"{count:,} {state}" for state, count in states.items())
     loss = "bits per byte of the validation text" if page.has_validation else "the training loss, nats per token"
     yield f"**{len(page.results):,}** points: {shown}. The loss is {loss}; the lowest comes first."
     yield from page.tables()
     yield from map(page.curves, ("step", "tokens"))
-    for name in report.axes:
+    for name in () if gate else report.axes:
         yield from page.loss_over_axis(name)
-    if len(page.varied) == 2:
+    if not gate and len(page.varied) == 2:
         is_search = any(len(page.values(name)) > 20 for name in page.varied)  # another value at each trial
         yield (page.scatter if is_search else page.heat_map)(*page.varied)
     if law:

@@ -113,6 +113,30 @@ class SourceRecord(_Schema):
     version: tuple[int, str] | None
 
 
+class GateEntry(_Schema):
+    """``gate-ledger/<number>.json``: a look at one comparison of the gate."""
+
+    comparison: _Digest
+    """Of the text, and of the configurations of both arms without their seeds."""
+    evidence: _Digest
+    """Of the results of all trainings."""
+    at: str
+    run: str
+    variant: dict[str, Any]
+    sizes: list[dict[str, Any]]
+    """Options of the sizes."""
+    seeds: Annotated[int, Field(ge=3, lt=1 << 31)]
+    level: Annotated[float, Field(ge=0, le=1)]
+    """Error that the look may spend."""
+    verdict: Literal["accepted", "rejected", "undecided"]
+    reason: str
+    p: list[Annotated[float, Field(ge=0, le=1)]]
+    """At each size; empty if the variant diverged."""
+    speedups: list[float | None]
+    """Effective speed-ups in FLOPs."""
+    speedups_in_time: list[float | None]
+
+
 def _record(**fields: Any) -> Any:
     """Return the schema of an object: the type of each field, or the type and the default."""
     types: dict[str, Any] = {
@@ -204,6 +228,14 @@ _CONTENTS: dict[str, Any] = {
             ),
         ),
     ),
+    "times.json": _record(
+        baseline_seconds=list[float | None],
+        variant_seconds=list[float | None],
+        speedups=list[float | None],
+        hours=_Seconds,
+        hours_to_needed=(_Seconds | None, None),
+        hours_to_largest=_Seconds,
+    ),
     "examples.json": _record(reward=str, damaged=list[str]),
 }
 """Schemas of the JSON files in outputs, by name; :func:`_content_schema` has those of a sweep."""
@@ -232,6 +264,15 @@ def _content_schema(name: str) -> "TypeAdapter[Any]":
             best_of_largest_budget: _Size
 
         return TypeAdapter(Law)
+    if name == "gate.json":
+        from lm.experiments.config import GateConfig
+        from lm.experiments.gate import GateResult
+
+        class Gate(_Schema):
+            config: GateConfig
+            result: GateResult
+
+        return TypeAdapter(Gate)
     return TypeAdapter(_CONTENTS[name])
 
 

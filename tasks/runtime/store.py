@@ -125,35 +125,18 @@ class Store:
     def write_text(self, content: str, *parts: str) -> None:
         """Write a text file atomically. Raises StorageError if the root is not writable."""
         data, path = content.encode(), self.path(*parts)
-        try:
-            if not self.is_local:
-                self._request(lambda: self.fs.pipe_file(path, data))  # object stores write atomically
-                return
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            temporary = f"{path}.{uuid.uuid4().hex}.tmp"
-            try:
-                Path(temporary).write_bytes(data)
-                sync_path(temporary)
-                os.replace(temporary, path)
-            finally:
-                Path(temporary).unlink(missing_ok=True)
-            sync_path(os.path.dirname(path))
-        except OSError as error:
-            raise StorageError(f"{path} cannot be written: {error.strerror or error}.") from None
+        if self.is_local:
+            _write_local(path, data)
+        else:
+            self._request(lambda: self.fs.pipe_file(path, data))  # object stores write atomically
 
     def create_file(self, data: bytes, *parts: str) -> bool:
-        """Write a file unless it exists. Return False if it exists.
-
-        A store without conditional writes replaces the file and returns True.
-        """
+        """Write a file unless it exists; else return False. A store without conditional writes replaces it."""
         path = self.path(*parts)
+        if self.is_local:
+            return _write_local(path, data, is_new=True)
         try:
-            if self.is_local:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                with open(path, "xb") as file:
-                    file.write(data)
-            else:
-                self._request(lambda: self.fs.pipe_file(path, data, mode="create"))
+            self._request(lambda: self.fs.pipe_file(path, data, mode="create"))
         except FileExistsError:
             return False
         return True
@@ -381,6 +364,26 @@ def _local_sizes(base: str) -> dict[str, int]:
                 if not stat.S_ISDIR(info.st_mode):  # also a link to a directory
                     sizes[str(path)] = info.st_size
     return sizes
+
+
+def _write_local(path: str, data: bytes, is_new: bool = False) -> bool:
+    """Write a file atomically. Return False if it exists and must be new. Raises StorageError."""
+    temporary = f"{path}.{uuid.uuid4().hex}.tmp"
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        try:
+            Path(temporary).write_bytes(data)
+            sync_path(temporary)
+            try:
+                (os.link if is_new else os.replace)(temporary, path)
+            except FileExistsError:
+                return False
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+        sync_path(os.path.dirname(path))
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}.") from None
+    return True
 
 
 def _is_plain(path: str | Path) -> bool:

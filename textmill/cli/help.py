@@ -52,7 +52,7 @@ _SHORT_OPTIONS = {
     "curate": "data.train filter.rules deduplicate.equal format preset config root name until refresh plan",
     "explain": "text document filter.rules preset config",
     "posttrain": "base methods distill.teacher dialogs.train dialogs.task preset config root name until refresh plan",
-    "sweep": "sweep size root refresh plan data.train name",
+    "sweep": "sweep size variant seeds root refresh plan data.train name",
 }
 """The options that ``COMMAND --help`` shows. Other commands have few options, and it shows all."""
 

@@ -187,6 +187,8 @@ def build_parser(preset: str = "demo", base: PipelineConfig | None = None, only:
     sweep = add("sweep", "Train at many points that differ in some options, and compare. Finished points are cached.")
     sweep.add_argument("sweep", type=str, help=f"{', '.join(SweepConfig.preset_names())}, or a YAML file")
     sweep.option("size", "", "such as demo or stories; default: the first size in the file")
+    sweep.option("variant", "", "with gate: YAML file of the options to try, such as train.beta2: 0.99")
+    sweep.option("seeds", None, "with gate: number of seeds; default: that of the file", type=PositiveInt | None)
     sweep.share("root", "refresh", "plan")
     if only in (None, "sweep"):
         sweep.add_class_arguments(PipelineConfig)

@@ -21,7 +21,7 @@ from flows.plan import Stages, cached_run, plan
 from flows.posttrain import PosttrainConfig, PosttrainStage
 from flows.prefect_support.server import is_server_configured, server_for_flow
 from flows.prefect_support.signals import GracefulShutdown
-from flows.sweep_config import SweepStage, load_sweep, with_base, with_trials
+from flows.sweep_config import SweepStage, load_sweep, with_base, with_gate, with_trials
 from lm.common.errors import UserError, did_you_mean
 from lm.experiments.config import parse_budget
 from lm.text.patterns import PATTERNS
@@ -110,6 +110,7 @@ def _read_sweep_arguments(options: Namespace) -> _Arguments:
     from flows.sweep import sweep_stages
 
     config = with_base(load_sweep(options.sweep, options.size), read_config(PipelineConfig, options))
+    config = with_gate(config, options.variant, options.seeds)
     refresh = _stage_names(options.refresh, SweepStage)
     config.check_stages(None, refresh)
     return _Arguments(sweep_stages, config, None, with_trials(refresh) if options.plan else refresh)

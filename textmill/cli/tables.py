@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from flows.forecast import Forecast
 from flows.prefect_support.deployments import LOCAL_POOL
 from lm.posttrain.config import Method
+from tasks.pages.gate import comparison_rows, verdict_lines
 from tasks.pages.markdown import format_size, shorten
 from tasks.pages.posttrain import percent_with_interval
 from tasks.pages.profile import compute_rows, describe, memory_rows, phase_rows
@@ -214,7 +215,8 @@ def _format_seconds(seconds: float | None) -> str:
 
 def format_sweep(record: dict[str, Any]) -> str:
     """Return the best points of a sweep as a table, and the paths of its outputs."""
-    output = outputs_of(RunContext(record["root"], record["name"]), record)["sweep"]
+    outputs = outputs_of(RunContext(record["root"], record["name"]), record)
+    output = outputs["sweep"]
     with output.path("table.csv").open(encoding="utf-8", newline="") as file:
         points = list(csv.DictReader(file))
 
@@ -227,9 +229,12 @@ def format_sweep(record: dict[str, Any]) -> str:
     varied = {name for name in points[0] if len({point[name] for point in points}) > 1} - hidden
     columns = [name for name in points[0] if name in {"point", loss, column("state")} | varied]
     rows = [columns, *([_shorten(point[name]) for name in columns] for point in points[:_MAX_POINTS])]
-    template = "  ".join(f"{{:<{max(map(len, cells))}}}" for cells in zip(*rows, strict=True))
-    lines = ["", *(template.format(*row) for row in rows)]
-    if (more := len(points) - _MAX_POINTS) > 0:
+    lines = ["", *_align(rows)]
+    if gate := outputs.get("gate"):
+        content, times = gate.json("gate.json"), gate.json("times.json")
+        header, rows = comparison_rows(content, times)
+        lines = ["", *_align([header, *rows]), "", *verdict_lines(content, times)]
+    elif (more := len(points) - _MAX_POINTS) > 0:
         lines.append(f"… and {more:,} more")
     lines += ["", "Outputs:", f"  table   {output.url}/table.csv"]
     lines.append(f"  report  {output.store.url('runs', record['name'])}.md")
@@ -237,6 +242,12 @@ def format_sweep(record: dict[str, Any]) -> str:
         root, best = shlex.quote(record["root"]), shlex.quote(f"{output.url}/best.yaml")
         lines += [f"  best    {output.url}/best.yaml", "", "Try next:", f"  textmill run --root {root} --config {best}"]
     return "\n".join(lines)
+
+
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines with columns of equal widths."""
+    template = "  ".join(f"{{:<{max(map(len, cells))}}}" for cells in zip(*rows, strict=True))
+    return [template.format(*row).rstrip() for row in rows]
 
 
 def _shorten(text: str) -> str:
