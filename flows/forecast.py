@@ -112,7 +112,7 @@ def _forecast_model(stage: str, config: PipelineConfig, model: ModelConfig, trai
         seconds = tokens * flops_per_token(model, training=False) / guess_flops_per_second(execution)
         return Forecast(stage, _PROCESS_BYTES + 4 * parameter_count(model)["total"], 0.0, seconds)
     if config.adapter.is_on:
-        learned = predict_adapter_memory(1, execution, training, model, config.adapter, "cpu")
+        learned = predict_adapter_memory(1, execution, training, model, config.adapter, "none", 1, "cpu")
         saved_bytes = learned.adapter + learned.optimizer_state
     else:
         saved = predict_training_memory(1, execution, training, model, "none", 1, "cpu")

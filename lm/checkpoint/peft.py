@@ -25,7 +25,7 @@ from lm.checkpoint.external_weights import pair_rotary_rows, read_json_object, t
 from lm.checkpoint.hugging_face.architectures import ARCHITECTURES, choose_architecture
 from lm.checkpoint.hugging_face.model_files import find_rotary
 from lm.checkpoint.safe_load import check_weights_are_finite, read_safetensors, save_safetensors
-from lm.checkpoint.training_checkpoint import find_base, read_description
+from lm.checkpoint.training_checkpoint import find_base, read_description, read_weights
 from lm.common.errors import UserError, translate_write_errors
 from lm.files.checksum import file_checksum
 from lm.model.adapter import LowRank, choose_targets
@@ -236,7 +236,7 @@ def read_stored_adapter(checkpoint: Path) -> StoredAdapter | None:
         raise UserError(f"{checkpoint} is not an intact checkpoint.")
     if "adapter" not in description:
         return None
-    tensors = read_safetensors(checkpoint / "adapter.safetensors")
+    tensors = read_weights(checkpoint, description)
     adapter, digest = read_adapter(description["adapter"], tensors, str(checkpoint))
     base = find_base(checkpoint, digest)
     names = {name.rpartition(".")[0] for name in tensors}

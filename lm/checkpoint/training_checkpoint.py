@@ -295,6 +295,14 @@ def _read_weights(
     return weights
 
 
+def read_weights(
+    directory: Path, description: dict[str, Any], has_scalar_head: bool = False, is_mapped: bool = False
+) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint: of an adapter's, its matrices. ``description`` is that of
+    :func:`read_description`. Raises UserError if a file is damaged or the shards do not fit together."""
+    return _join_weights(_read_weights(directory, description, has_scalar_head, is_mapped), directory)
+
+
 def _join_weights(
     weights: dict[str, list[Tensor]],
     directory: Path,
@@ -328,7 +336,7 @@ def load_model(
         config = config or ModelConfig(**description["model"])
     except TypeError as error:
         raise UserError(f"The checkpoint {directory} cannot be read: {error}") from None
-    weights = _join_weights(_read_weights(directory, description, has_scalar_head, is_mapped), directory)
+    weights = read_weights(directory, description, has_scalar_head, is_mapped)
     if "adapter" in description:
         return _load_fused(directory, config, description["adapter"], weights, device, has_scalar_head)
     model = create_empty_model(config, len(weights), str(directory))

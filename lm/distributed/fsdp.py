@@ -22,7 +22,8 @@ class FSDP(nn.Module):
     A unit is an element of a ``ModuleList``, or any other module with parameters of its own. Its weights are gathered
     ahead of its forward pass and of its backward pass, and freed after each; its gradients are averaged over the ranks
     during the backward pass, and each rank keeps its rows. With ``is_resharded_after_forward`` False the weights stay
-    between the two passes, which saves a third of the traffic (ZeRO stage 2).
+    between the two passes, which saves a third of the traffic (ZeRO stage 2). Parameters that need no gradient are
+    gathered and freed in the same way, and nothing is sent for their gradients.
 
     Outside of the passes the parameters of ``module`` are this rank's rows, and all vectors: give them to the
     optimizer. They are float32 if the weights are; with ``compute_dtype`` they are cast before they are gathered, and
@@ -54,13 +55,15 @@ class FSDP(nn.Module):
         self._is_order_known = False  # after the first backward pass
         self._last_call = -1  # place of the last call in the order
         self._place: dict[nn.Module, int] = {}  # of the last call of each module
-        self._reduction_order = self._units[::-1]  # the same on all ranks, also if a rank does not use a unit
+        self._differentiated: set[int] = set()  # places of the calls whose outputs need gradients
+        # The same on all ranks, also if a rank does not use a unit.
+        self._reduction_order = [unit for unit in self._units[::-1] if not unit.is_frozen]
         self._reductions = 0  # units whose gradients have been sent in this backward pass
         self._is_callback_queued = False
         for unit in self._units:
             unit.on_gradients = self._send_gradients
         for user in self._units_of:
-            user.register_forward_pre_hook(lambda user, _: self._before_forward(user))
+            user.register_forward_pre_hook(self._before_forward, with_kwargs=True)
             user.register_forward_hook(lambda user, _, out: self._after_forward(user, out), always_call=True)
 
     @property
@@ -112,12 +115,27 @@ class FSDP(nn.Module):
             for shard, copy in zip(unit.shards, unit.gather_copies(), strict=True):
                 yield from ((name, copy) for name in names[shard])
 
-    def _before_forward(self, user: nn.Module) -> None:
+    def _before_forward(self, user: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the arguments for the call."""
         if _is_in_backward_pass():  # activation checkpointing calls the module again
             self._gather(user)
-            return
+            return args, kwargs
         self._last_call = self._place[user] = self._find_place(user)
         self._gather(user, ahead=self._last_call + 1)
+        if not torch.is_grad_enabled() or not any(unit.is_frozen for unit in self._units_of[user]):
+            return args, kwargs
+        return tree_map(lambda value: self._free_frozen_after_backward(user, value), (args, kwargs))
+
+    def _free_frozen_after_backward(self, user: nn.Module, value: Any) -> Any:
+        """Return an argument of a call. When the backward pass of the call is over, frozen weights are freed: they have
+        no gradient whose arrival could tell."""
+        needs_gradient = isinstance(value, Tensor) and value.requires_grad
+        return _CallAfterBackward.apply(value, lambda: self._free_frozen(user)) if needs_gradient else value
+
+    def _free_frozen(self, user: nn.Module) -> None:
+        for unit in self._units_of[user]:
+            if unit.is_frozen:
+                unit.free()
 
     def _find_place(self, user: nn.Module) -> int:
         """Return the place of a new call in the order of a forward pass, in which a tied embedding is called twice."""
@@ -132,6 +150,7 @@ class FSDP(nn.Module):
             return  # its weights are needed again at once
         for tensor in tree_leaves(out) if torch.is_grad_enabled() else ():
             if isinstance(tensor, Tensor) and tensor.requires_grad:
+                self._differentiated.add(self._place[user])
                 tensor.register_hook(lambda _, place=self._place[user]: self._before_backward(user, place))
         if self._is_resharded_after_forward or not torch.is_grad_enabled():
             for unit in self._units_of[user]:
@@ -141,7 +160,7 @@ class FSDP(nn.Module):
         if not self._is_callback_queued:
             self._is_callback_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
-        self._gather(user, ahead=place - 1)
+        self._gather(user, ahead=place - 1 if place - 1 in self._differentiated else -1)
 
     def _gather(self, user: nn.Module, ahead: int = -1) -> None:
         """Gather what ``user`` uses, and begin to gather for the call at the place ``ahead``, if there is one."""
@@ -162,9 +181,8 @@ class FSDP(nn.Module):
                 unit.expect_gradients()
 
     def _send_gradients(self, unit: "_Unit") -> None:
-        if not unit.has_frozen_weights:  # the backward pass may still need these, until its end
-            unit.free()
-        while self._is_synchronizing and self._reductions < len(self._units):
+        unit.free()
+        while self._is_synchronizing and self._reductions < len(self._reduction_order):
             if self._reduction_order[self._reductions].missing_gradients:
                 break
             self._reduction_order[self._reductions].send_gradients()
@@ -174,8 +192,8 @@ class FSDP(nn.Module):
 
 
 class _Unit:
-    """Weights that are gathered, freed and reduced together. ``shards`` are this rank's rows of them, or, without
-    ``bounds``, all of each vector."""
+    """Weights that are gathered, freed and reduced together; all need gradients, or none does. ``shards`` are this
+    rank's rows of them, or, without ``bounds``, all of each vector."""
 
     def __init__(
         self,
@@ -199,10 +217,9 @@ class _Unit:
         self._gather: Transfer | None = None
         self._reduction: Transfer | None = None
         self._is_gathered = True
-        self.has_frozen_weights = not all(p.requires_grad for p in self.full)
-        for p in self.full:
-            if p.requires_grad:
-                p.register_post_accumulate_grad_hook(self._count_gradient)
+        self.is_frozen = not params[0].requires_grad
+        for p in () if self.is_frozen else self.full:
+            p.register_post_accumulate_grad_hook(self._count_gradient)
         self.expect_gradients()
         self.free()
 
@@ -251,7 +268,7 @@ class _Unit:
 
     def expect_gradients(self) -> None:
         """Count the gradients of a backward pass from its beginning."""
-        self.missing_gradients = sum(p.requires_grad for p in self.full)
+        self.missing_gradients = 0 if self.is_frozen else len(self.full)
 
     def _count_gradient(self, _: Tensor) -> None:
         self.missing_gradients -= 1
@@ -259,8 +276,7 @@ class _Unit:
             self.on_gradients(self)
 
     def send_gradients(self) -> None:
-        if any(p.requires_grad for p in self.full):
-            self._reduction = self._reduce_exchange.start_average([p.grad for p in self.full])
+        self._reduction = self._reduce_exchange.start_average([p.grad for p in self.full])
         for p in self.full:
             p.grad = None
 
@@ -271,7 +287,7 @@ class _Unit:
         rows = self._reduce_exchange.finish_average(self._reduction)
         self._reduction = None
         for shard, grad in zip(self.shards, rows, strict=True):
-            if shard.requires_grad and shard.numel():  # a rank without rows has no gradient: optimizers skip it
+            if shard.numel():  # a rank without rows has no gradient: optimizers skip it
                 grad = grad.view_as(shard).to(shard.dtype)
                 shard.grad = grad if shard.grad is None else shard.grad + grad
 
@@ -284,27 +300,44 @@ def _make_units(
 ) -> tuple[list[_Unit], dict[nn.Module, tuple[_Unit, ...]]]:
     """Return the units, and the units that a module uses in its forward pass.
 
-    Parameters of a unit have one dtype, and are either sharded or vectors. A parameter of several modules belongs to
-    the unit of the first.
+    Parameters of a unit have one dtype, are either sharded or vectors, and either need gradients or do not. A parameter
+    of several modules belongs to the unit of the first.
     """
     locations: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    groups: dict[tuple[nn.Module, torch.dtype, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[nn.Module, torch.dtype, bool, bool], list[nn.Parameter]] = {}
     users: dict[nn.Module, list[nn.Parameter]] = {}
     for part, root in _find_roots(module).items():
         for name, p in part._parameters.items():
             if p is not None:
                 if p not in locations:
-                    groups.setdefault((root, p.dtype, p.ndim < 2), []).append(p)
+                    groups.setdefault((root, p.dtype, p.ndim < 2, p.requires_grad), []).append(p)
                 locations.setdefault(p, []).append((part, name))
                 users.setdefault(root, []).append(p)
     units: dict[nn.Parameter, _Unit] = {}
     loads, reduce_group = [0] * get_world_size(), dist.new_group()
-    for (_, _, are_vectors), group in groups.items():
+    for (_, _, are_vectors, _), group in groups.items():
         bounds = [] if are_vectors else shard_rows(group, [p in whole for p in group], loads)
         unit = _Unit(group, [locations[p] for p in group], bounds, compute_dtype, reduce_dtype, reduce_group)
         units |= dict.fromkeys(group, unit)
     used = {user: tuple(dict.fromkeys(units[p] for p in params)) for user, params in users.items()}
     return list(dict.fromkeys(units.values())), used
+
+
+class _CallAfterBackward(torch.autograd.Function):
+    """Returns its input. Calls a function in the backward pass, after the operations that the input goes to.
+
+    Also after all others of the same call of a module, for autograd goes from the latest operation to the earliest.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[], None]) -> Tensor:
+        ctx.function = function
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.function()
+        return grad, None
 
 
 def _is_in_backward_pass() -> bool:

@@ -22,6 +22,7 @@ from lm.distributed.process_group import get_data_group, get_rank, get_tensor_me
 from lm.distributed.sharding import Bounds
 from lm.distributed.zero import ShardedOptimizer
 from lm.hardware.device import is_out_of_memory
+from lm.model.adapter import copy_layers
 from lm.model.attention import AttentionFunction
 from lm.model.ops.causal_attention import causal_attention, choose_attention
 from lm.model.rope import RotaryEmbedding
@@ -136,6 +137,7 @@ class Parallel:
         if get_rank() > 0:
             return self.model
         full = TransformerLM(self.model.config, device="meta")
+        copy_layers(self.model, full, weights)
         # The state dict adds the buffers.
         full.load_state_dict({name: x.cpu() for name, x in self.model.state_dict().items()} | weights, assign=True)
         for module in full.modules():

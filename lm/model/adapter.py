@@ -6,7 +6,7 @@ Shapes: I in_features, O out_features, R rank.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import NamedTuple, cast
@@ -156,6 +156,17 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.is_on = True
+
+
+def copy_layers(source: TransformerLM, target: TransformerLM, weights: Mapping[str, Tensor]) -> None:
+    """Put the adapters and the layers in 4 bits of ``source`` into ``target``, in place.
+
+    Their parameters are those in ``weights``, by the names of the model; their buffers are those of ``source``.
+    """
+    for name, module in source.named_modules():
+        if isinstance(module, LoRALinear | NF4Linear):
+            tensors = {id(p): nn.Parameter(weights[key], p.requires_grad) for key, p in module.named_parameters(name)}
+            target.set_submodule(name, deepcopy(module, tensors | {id(buffer): buffer for buffer in module.buffers()}))
 
 
 def make_reference(model: TransformerLM) -> TransformerLM:

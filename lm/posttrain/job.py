@@ -17,7 +17,7 @@ from lm.model.transformer import TransformerLM
 from lm.posttrain.config import Method
 from lm.posttrain.data import read_example_rows
 from lm.tokenizer.tokenizer import Tokenizer
-from lm.train.frozen_base import FrozenBase, load_start, whole_weights
+from lm.train.frozen_base import FrozenBase, load_start, refuse_tensor_parallel
 from lm.train.trainer import Trainer
 from lm.train.training_job import NO_MEMORY_FOR_MODEL, TrainingJob
 
@@ -109,7 +109,7 @@ class PosttrainJob(TrainingJob):
                 f"execution.tensor_parallel is {self.execution.tensor_parallel}, but {self.method} needs whole weights "
                 "in each process; set it to 1. Of post-training only sft divides the model."
             )
-        self.execution = whole_weights(self.execution, self.adapter)
+        refuse_tensor_parallel(self.execution, self.adapter)
         if self.execution.parallel == "auto":
             self.execution = replace(self.execution, parallel="ddp")
         if self.execution.parallel in ("zero2", "fsdp"):

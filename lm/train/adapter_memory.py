@@ -6,7 +6,8 @@ As in :mod:`lm.train.training_memory`, tensors count, uncompiled. Sources: Hu et
 import math
 from typing import NamedTuple
 
-from lm.common.execution import Execution
+from lm.common.execution import Execution, ParallelKind
+from lm.distributed.sharding import gradient_bucket_bytes
 from lm.model.config import AdapterConfig, ModelConfig
 from lm.model.flops import parameter_count
 from lm.model.ops.cross_entropy import logit_chunk_bytes
@@ -17,12 +18,12 @@ _NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)  # of a number: its index, and its 
 
 
 class AdapterMemory(NamedTuple):
-    """Bytes of a process. Each has the whole base."""
+    """Bytes of a process."""
 
     base: int
-    """The frozen weights."""
+    """The frozen weights, between steps."""
     adapter: int
-    """Weights of the adapter. Its gradients need as much."""
+    """Weights of the adapter, between steps. Its gradients need as much."""
     optimizer_state: int
     activations: int
     """Saved for the backward pass, at the end of the forward pass."""
@@ -36,21 +37,23 @@ def predict_adapter_memory(
     config: TrainConfig,
     model_config: ModelConfig,
     adapter: AdapterConfig,
+    kind: ParallelKind,
+    world_size: int,
     device_type: str,
 ) -> AdapterMemory:
     """Predict the memory of a process that trains ``adapter`` with micro-batches of ``sequences`` full contexts.
 
-    Raises UserError if the vocabulary size is not set.
+    ``kind`` is what ``world_size`` processes shard; matrices in 4 bits are whole in each of them. Raises UserError if
+    the vocabulary size is not set.
     """
     layers, tokens = range(model_config.num_layers), sequences * model_config.context_length
     linear = [_linear_layers(model_config, layer) for layer in layers]
     numbers = [sum(o * i for o, i in shapes.values()) for shapes in linear]
     total = parameter_count(model_config)["total"]
     has_autocast, is_narrow = config.precision == "bfloat16", adapter.dtype == "bfloat16"
-    if adapter.dtype == "nf4":
-        base = int(4 * (total - sum(numbers)) + _NF4_BYTES * sum(numbers))
-    else:
-        base = (2 if is_narrow else 4) * total
+    is_nf4, base_element = adapter.dtype == "nf4", 2 if is_narrow else 4
+    packed = int(_NF4_BYTES * sum(numbers)) if is_nf4 else 0
+    divisible = base_element * (total - (sum(numbers) if is_nf4 else 0))
     trained = [shape for shapes in linear for name, shape in shapes.items() if _is_target(adapter, name)]
     weights = 4 * adapter.rank * sum(o + i for o, i in trained)
     state = weights * (1 if config.optimizer == "muon" else 2)
@@ -71,15 +74,58 @@ def predict_adapter_memory(
     if element == 2:
         logits += logits // 2 + (2 * vocab_size * width if residual == 4 else 0)  # the gradient; a copy of the head
     # The memory of a layer's numbers is kept for the next product.
-    is_nf4 = adapter.dtype == "nf4"
     dequantized = element * max(o * i for shapes in linear for o, i in shapes.values()) if is_nf4 else 0
     recomputed = blocks[-1] if has_checkpointing else 0
     gradients = tokens * gradient_bytes_per_token(model_config, len(layers) - 1, element)
-    experts = [shape for shape in hidden_matrices(model_config, len(layers) - 1) if len(shape) == 3]
-    gradients += sum(4 * math.prod(shape) for shape in experts)  # computed, though they are frozen
-    held = base + weights + state + dequantized
-    peak = held + max(activations + logits, stored + recomputed + gradients, 2 * weights)
-    return AdapterMemory(base, weights, state, activations, peak)
+    experts = [
+        sum(math.prod(shape) for shape in hidden_matrices(model_config, layer) if len(shape) == 3) for layer in layers
+    ]
+    gradients += 4 * experts[-1]  # computed, though they are frozen
+    divisible_by_block = [n if is_nf4 else n + m for n, m in zip(experts, numbers, strict=True)]
+    share = world_size if kind in ("zero2", "fsdp") else 1
+    state_share = 1 if kind in ("none", "ddp") else world_size
+    base, local_weights, local_state = packed + divisible // share, weights // share, state // state_share
+    head, block = base_element * vocab_size * width, base_element * max(divisible_by_block)
+    added = _added_bytes(kind, divisible, weights, local_weights, head, block, weights // len(layers))
+    held = base + local_weights + local_state + dequantized
+    peak = held + max(
+        added.at_loss + activations + max(logits, added.head_buffers),
+        added.at_last_block + stored + recomputed + gradients,
+        added.at_first_block + stored // len(layers) + recomputed + gradients,
+        added.at_update,
+    )
+    return AdapterMemory(base, local_weights, local_state, activations, peak)
+
+
+class _Added(NamedTuple):
+    """Bytes of gradients, gathered weights and communication buffers at moments of a step."""
+
+    at_loss: int
+    head_buffers: int
+    """In which the head arrives, while there are no logits."""
+    at_last_block: int
+    """While the backward pass of the last block runs. It runs first."""
+    at_first_block: int
+    at_update: int
+
+
+def _added_bytes(
+    kind: ParallelKind, divisible: int, weights: int, local_weights: int, head: int, block: int, learned: int
+) -> _Added:
+    """``divisible``: bytes of the base that processes may divide; ``weights``: those of the adapter; ``block`` and
+    ``learned``: those of both in a block."""
+    if kind == "none":
+        return _Added(0, 0, 0, weights, weights)
+    if kind in ("ddp", "zero1"):  # buckets hold the gradients
+        sent = weights + min(weights, gradient_bucket_bytes(weights))
+        return _Added(weights, 0, sent, sent, weights if kind == "ddp" else 3 * weights)  # gloo has a copy of a buffer
+    sent = 3 * learned  # gradients, those of the unit before in the buffer that is sent, and gloo's copy
+    if kind == "zero2":
+        last = divisible - head + weights + sent  # the head has no more to do
+        first = local_weights + head + block + learned + sent  # the embedding has the size of the head
+        return _Added(divisible + weights, head, last, first, local_weights)
+    gathered = 2 * (block + learned) + sent
+    return _Added(head, head, gathered, local_weights + gathered, local_weights)
 
 
 def _is_target(adapter: AdapterConfig, name: str) -> bool:

@@ -1,16 +1,15 @@
 """The frozen model of a training that learns an adapter: its checkpoint, and what such a training cannot do."""
 
 import logging
-import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from lm.checkpoint.adapter_base import read_adapter, write_base
-from lm.checkpoint.safe_load import check_weights_are_finite, load_weights, read_safetensors
-from lm.checkpoint.training_checkpoint import load_model, read_description, weights_digest
+from lm.checkpoint.safe_load import check_weights_are_finite, load_weights
+from lm.checkpoint.training_checkpoint import load_model, read_description, read_weights, weights_digest
 from lm.common.errors import UserError
 from lm.common.execution import Execution
 from lm.distributed.process_group import get_rank
@@ -89,7 +88,7 @@ def load_beside(checkpoint: Path, model: TransformerLM, base: FrozenBase | None)
     is_same = base and (about.get("base"), about.get("dtype")) == (base.digest, base.adapter.dtype)
     if not is_same or ModelConfig(**description["model"]) != model.config:
         return load_model(checkpoint, model.token_embeddings.weight.device)
-    name, weights = str(checkpoint), read_safetensors(checkpoint / "adapter.safetensors")
+    name, weights = str(checkpoint), read_weights(checkpoint, description)
     check_weights_are_finite(weights, name)
     layers = {key.rpartition(".")[0] for key in weights}
     shared = wrap_layers(make_reference(model), layers, read_adapter(about, weights, name)[0])
@@ -97,22 +96,10 @@ def load_beside(checkpoint: Path, model: TransformerLM, base: FrozenBase | None)
     return shared.eval()
 
 
-def whole_weights(execution: Execution, adapter: AdapterConfig) -> Execution:
-    """Return the settings with which a training learns ``adapter``: each process has the whole frozen model.
-
-    Raises UserError if ``execution`` divides weights.
-    """
-    if not adapter.is_on:
-        return execution
-    if execution.tensor_parallel > 1:
+def refuse_tensor_parallel(execution: Execution, adapter: AdapterConfig) -> None:
+    """Raise UserError if ``execution`` divides the matrices around which ``adapter`` is put."""
+    if adapter.is_on and execution.tensor_parallel > 1:
         raise UserError(
             f"execution.tensor_parallel is {execution.tensor_parallel}, but a training with an adapter needs whole "
-            "weights in each process; set it to 1."
+            "matrices; set it to 1."
         )
-    if execution.parallel in ("zero2", "fsdp"):
-        raise UserError(
-            f"execution.parallel is {execution.parallel}, but a training with an adapter needs whole weights in each "
-            "process; set it to auto, ddp or zero1."
-        )
-    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    return execution if execution.parallel != "auto" or is_alone else replace(execution, parallel="ddp")

@@ -28,7 +28,7 @@ from lm.model.functional import IGNORE_INDEX
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
-from lm.train.frozen_base import FrozenBase, load_start, whole_weights
+from lm.train.frozen_base import FrozenBase, load_start, refuse_tensor_parallel
 from lm.train.objective import Objective
 from lm.train.trainer import Trainer
 from lm.train.training_job import NO_MEMORY_FOR_MODEL, TrainingJob
@@ -196,7 +196,7 @@ def make_trainer(
     adapter = adapter or AdapterConfig()
     if start is None and adapter.is_on:
         raise UserError("adapter.rank is set: an adapter needs a model to adapt; name one in train.init_from.")
-    execution = whole_weights(execution, adapter)
+    refuse_tensor_parallel(execution, adapter)
     check_memory(execution, config, model_config, device, adapter=adapter)
     objective = Pretraining(config, model_config, data, device)
     torch.manual_seed(config.seed)

@@ -85,7 +85,7 @@ class Trainer:
         precision = broadcast_from_rank0(choose_precision(config.precision, self.device))
         self.config = config = replace(config, precision=precision)
         self.model, self.objective, self.execution, self.out, self.base = model, objective, execution, out, base
-        kind = choose_parallel(execution, config, model.config, self.device)
+        kind = choose_parallel(execution, config, model.config, self.device, base.adapter if base else None)
         self.parallel = parallelize(model, execution, kind, whole_parameters(model, config))
         self.optimizers = make_optimizers(model, config, self.parallel)
         self.balance = ExpertBalance(model, model.config.moe) if model.config.moe else None

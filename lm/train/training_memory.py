@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -176,9 +176,14 @@ def _held_bytes(
 
 
 def choose_parallel(
-    execution: Execution, config: TrainConfig, model_config: ModelConfig, device: torch.device
+    execution: Execution,
+    config: TrainConfig,
+    model_config: ModelConfig,
+    device: torch.device,
+    adapter: AdapterConfig | None = None,
 ) -> ParallelKind:
-    """Return what the processes shard: ``execution.parallel``, or the first kind whose predicted memory fits.
+    """Return what the processes shard: ``execution.parallel``, or the first kind whose predicted memory fits. With an
+    ``adapter``, that alone is trained.
 
     One process shards nothing, nor do those of one part of the batch, which tensor parallelism divides. Raises
     UserError for "none" with several processes, and as :func:`check_tensor_parallel`.
@@ -199,16 +204,30 @@ def choose_parallel(
     available = min(all_gather(available_memory(device)))  # all ranks choose the same
     sequences = config.batch_size // (config.gradient_accumulation_steps * world_size)
     for kind in _KINDS:
-        memory = predict_training_memory(sequences, execution, config, model_config, kind, world_size, device.type)
-        if memory.peak <= available:
+        peak = _predict_peak(sequences, execution, config, model_config, adapter, kind, world_size, device.type)
+        if peak <= available:
             break
     log.info(
         "execution.parallel is %s: a process needs about %.1f GiB of the %.1f GiB that it may use.",
         kind,
-        memory.peak / (1 << 30),
+        peak / (1 << 30),
         available / (1 << 30),
     )
     return kind
+
+
+def _predict_peak(
+    sequences: int,
+    execution: Execution,
+    config: TrainConfig,
+    model_config: ModelConfig,
+    adapter: AdapterConfig | None,
+    *division: Any,
+) -> int:
+    """Return the peak of :func:`predict_training_memory`, or with an adapter of its own prediction."""
+    if adapter and adapter.is_on:
+        return predict_adapter_memory(sequences, execution, config, model_config, adapter, *division).peak
+    return predict_training_memory(sequences, execution, config, model_config, *division).peak
 
 
 def check_tensor_parallel(execution: Execution, model_config: ModelConfig, processes: int) -> None:
@@ -242,12 +261,13 @@ def need_memory(
         kinds = (execution.parallel,)
     parts = max(1, processes // execution.tensor_parallel)  # of the batch
     sequences = max(1, config.batch_size // (config.gradient_accumulation_steps * parts))
-    if adapter.is_on:
-        return predict_adapter_memory(sequences, execution, config, model_config, adapter, device.type).peak
     peaks = [
-        predict_training_memory(sequences, execution, config, model_config, kind, processes, device.type).peak
+        _predict_peak(sequences, execution, config, model_config, adapter, kind, processes, device.type)
         for kind in (kinds if parts > 1 else ("none",))
     ]
+    if adapter.is_on:  # stored in its dtype tensor by tensor
+        one = predict_adapter_memory(sequences, execution, config, model_config, adapter, "none", 1, device.type)
+        return max(min(peaks), one.base)
     return max(min(peaks), 4 * parameter_count(model_config)["total"])
 
 

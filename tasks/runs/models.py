@@ -99,8 +99,8 @@ class ResolvedModel(ABC):
 
         torch.set_num_threads(min(torch.get_num_threads(), available_cpus()))  # torch knows no quota of a container
         with self._explain_out_of_memory():
-            stored = self.weights_directory / "adapter.safetensors"  # of a training
-            if adapters and (is_peft(self.weights_directory) or stored.exists()):
+            stored = [*self.weights_directory.glob("adapter[.-]*safetensors")]  # of a training, maybe in parts
+            if adapters and (is_peft(self.weights_directory) or stored):
                 raise UserError(f"{self.name} is an adapter itself; for several adapters, --model must be their base.")
             model, tokenizer = self._read(device)
             matrices = []

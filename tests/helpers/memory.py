@@ -1,5 +1,6 @@
 """Memory of tensors on the CPU."""
 
+import gc
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
@@ -34,6 +35,7 @@ def peak_of_later_calls(make: Callable[[], Callable[[], Any]]) -> int:
 
 def _live_bytes(function: Callable[[], Any]) -> tuple[list[int], list[int]]:
     """Run ``function``; return the bytes of its tensors after each change, and the indices of the changes at marks."""
+    gc.collect()  # else what earlier calls left, hundreds of megabytes of their events too, is freed later or never
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     events = profiler.profiler.kineto_results.events()

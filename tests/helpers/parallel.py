@@ -15,14 +15,14 @@ from torch import Tensor
 from lm.common.execution import Execution, ParallelKind
 from lm.distributed.plan import parallelize
 from lm.distributed.process_group import all_reduce_mean, get_rank, get_world_size
-from lm.model.config import ModelConfig, MoEConfig, Multipliers
+from lm.model.adapter import add_adapter
+from lm.model.config import AdapterConfig, ModelConfig, MoEConfig, Multipliers
 from lm.model.transformer import TransformerLM
 from lm.train.config import TrainConfig
 from lm.train.optimizers import make_optimizers, whole_parameters
 from tests.helpers.ranks import rank_of_test, run_ranks
 
 _BATCH, _CONTEXT, _VOCAB = 8, 12, 33
-_MICRO_BATCHES = 2
 _OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
     "gemma": {
@@ -54,6 +54,9 @@ class Case:
     """Test the compilation of the loss before the first step, as the trainer does. Nothing is compiled."""
     options: Literal["", "gemma", "olmo2", "experts"] = ""
     """Options of the model, as a family has them."""
+    adapter: Literal["", "float32", "bfloat16", "nf4"] = ""
+    """Dtype of the frozen base of an adapter. Empty: all weights are trained."""
+    micro_batches: int = 2
 
     @property
     def name(self) -> str:
@@ -83,6 +86,8 @@ def train(case: Case) -> dict[str, Tensor]:
     config = TrainConfig(optimizer=case.optimizer, max_lr=0.001, max_grad_norm=0.5)  # type: ignore[arg-type]
     dtype = torch.float64 if case.is_double else torch.float32
     model = TransformerLM(model_config, dtype=dtype)
+    if case.adapter:
+        add_adapter(model, AdapterConfig(rank=3, alpha=24, dtype=case.adapter))
     execution = Execution(activation_checkpointing=case.has_checkpointing)
     parallel = parallelize(model, execution, case.kind, whole_parameters(model, config))
     optimizers = make_optimizers(model, config, parallel)
@@ -98,7 +103,7 @@ def train(case: Case) -> dict[str, Tensor]:
             parallel.compile_loss(loss_of, tokens_of(0)[:1])
     figures = []
     for step in range(case.steps):
-        parts = tokens_of(step).chunk(get_world_size())[get_rank()].chunk(_MICRO_BATCHES)
+        parts = tokens_of(step).chunk(get_world_size())[get_rank()].chunk(case.micro_batches)
         losses = []
         for number, part in enumerate(parts, start=1):
             with parallel.no_sync() if number < len(parts) else nullcontext():

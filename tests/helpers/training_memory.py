@@ -61,13 +61,13 @@ class Case:
             self.sequences, self.execution, self.training, self.config, self.parallel, world_size, "cpu"
         )
 
-    def predict_peak(self) -> int:
-        """Return the predicted peak of one process, which may train an adapter."""
+    def predict_peak(self, world_size: int = 1) -> int:
+        """Return the predicted peak of a process, which may train an adapter."""
         if not self.adapter:
-            return self.predict(1).peak
+            return self.predict(world_size).peak
         adapter = AdapterConfig(**self.adapter)
         arguments = self.sequences, self.execution, self.training, self.config, adapter
-        return predict_adapter_memory(*arguments, "cpu").peak
+        return predict_adapter_memory(*arguments, self.parallel, world_size, "cpu").peak
 
 
 def measure_peak(case: Case) -> int:

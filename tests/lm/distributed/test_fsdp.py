@@ -1,17 +1,20 @@
 """Memory and gradients of FSDP."""
 
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lm.common.execution import Execution
 from lm.distributed import FSDP
 from lm.distributed.plan import parallelize
 from lm.model import ModelConfig, TransformerLM
+from lm.model.adapter import add_adapter, trained_parameters
+from lm.model.config import AdapterConfig
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("process_group_of_one")
@@ -19,10 +22,11 @@ pytestmark = pytest.mark.usefixtures("process_group_of_one")
 IDS = torch.arange(16)[None]
 
 
-def make_model(is_tied: bool = False) -> TransformerLM:
+def make_model(is_tied: bool = False, has_adapter: bool = False) -> TransformerLM:
     torch.manual_seed(0)
     config = ModelConfig(32, context_length=16, d_model=16, num_layers=6, num_heads=2, d_ff=32, tied_embeddings=is_tied)
-    return TransformerLM(config)
+    model = TransformerLM(config)
+    return add_adapter(model, AdapterConfig(rank=2)) if has_adapter else model
 
 
 def gathered_bytes(fsdp: FSDP) -> int:
@@ -34,16 +38,24 @@ def gathered_bytes(fsdp: FSDP) -> int:
 def watch_backward_pass(model: TransformerLM, fsdp: FSDP) -> list[int]:
     """Return a list to which backward passes add the gathered bytes before each block."""
     seen: list[int] = []
+
+    def watch(layer: nn.Module, inputs: Any, out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda _: seen.append(gathered_bytes(fsdp)))
+
     for layer in model.layers:
-        layer.register_full_backward_pre_hook(lambda *_: seen.append(gathered_bytes(fsdp)))
+        layer.register_forward_hook(watch)
     return seen
 
 
+@pytest.mark.parametrize("has_adapter", [False, True])
 @pytest.mark.parametrize("is_resharded_after_forward", [True, False])
-def test_checkpointing_gathers_no_more_blocks_in_the_backward_pass(is_resharded_after_forward: bool) -> None:
+def test_checkpointing_gathers_no_more_blocks_in_the_backward_pass(
+    is_resharded_after_forward: bool, has_adapter: bool
+) -> None:
     seen: dict[bool, list[int]] = {}
     for has_checkpointing in (False, True):
-        model = make_model()
+        model = make_model(has_adapter=has_adapter)
         if has_checkpointing:
             parallelize(model, Execution(activation_checkpointing=True), "none")
         fsdp = FSDP(model, is_resharded_after_forward=is_resharded_after_forward)
@@ -53,6 +65,40 @@ def test_checkpointing_gathers_no_more_blocks_in_the_backward_pass(is_resharded_
             seen[has_checkpointing].append(gathered_bytes(fsdp))
             fsdp.finish_gradient_synchronization()
     assert seen[True] == seen[False]
+
+
+def test_frozen_blocks_are_freed_in_the_backward_pass() -> None:
+    """Each has its weights and those of the next block, as blocks of trained weights do."""
+    model = make_model(has_adapter=True)
+    block = sum(p.nbytes for p in model.layers[0].parameters())
+    fsdp = FSDP(model)
+    seen = watch_backward_pass(model, fsdp)
+    for _ in range(2):
+        model.loss(IDS, IDS).backward()
+        assert gathered_bytes(fsdp) == 0
+        fsdp.finish_gradient_synchronization()
+    last_to_first = [2 * block] * 5 + [block]  # the embedding before the first has no backward pass
+    assert seen == 2 * last_to_first
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_frozen_weights_are_gathered_for_the_passes_that_need_them_and_never_reduced(
+    monkeypatch: pytest.MonkeyPatch, is_tied: bool
+) -> None:
+    """The look-up of the embedding has no backward pass."""
+    model = make_model(is_tied, has_adapter=True)
+    fsdp = FSDP(model)
+    gathers, reductions = (Mock(side_effect=f) for f in (dist.all_gather_single, dist.reduce_scatter_single))
+    monkeypatch.setattr(dist, "all_gather_single", gathers)
+    monkeypatch.setattr(dist, "reduce_scatter_single", reductions)
+    blocks = model.config.num_layers
+    for _ in range(3):
+        for calls in (gathers, reductions):
+            calls.reset_mock()
+        model.loss(IDS, IDS).backward()
+        fsdp.finish_gradient_synchronization()
+        assert gathers.call_count == 1 + 2 * 2 * blocks + 2 and reductions.call_count == blocks
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == trained_parameters(model).keys()
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

@@ -154,11 +154,18 @@ def test_two_processes_train_the_adapter_of_one(tmp_path: Path, parallel: str) -
         torch.testing.assert_close(other[name], tensor, rtol=0, atol=5e-4)
 
 
-@pytest.mark.parametrize(("setting", "value"), [("parallel", "zero2"), ("parallel", "fsdp"), ("tensor_parallel", 2)])
-def test_divided_weights_are_refused(tmp_path: Path, setting: str, value: Any) -> None:
+@pytest.mark.parametrize(
+    ("setting", "value", "whose"),
+    [
+        ("parallel", "zero2", "post-training"),
+        ("parallel", "fsdp", "post-training"),
+        ("tensor_parallel", 2, "a training with an adapter"),
+    ],
+)
+def test_divided_weights_are_refused(tmp_path: Path, setting: str, value: Any, whose: str) -> None:
     job = PosttrainJob.read(write_adapter_job(tmp_path, "sft"))
     job.execution = replace(job.execution, **{setting: value})
-    with pytest.raises(UserError, match=f"execution.{setting} is {value}, but a training with an adapter needs whole"):
+    with pytest.raises(UserError, match=f"execution.{setting} is {value}, but {whose} needs whole"):
         job.make_trainer(tmp_path / "out", torch.device("cpu"))
 
 

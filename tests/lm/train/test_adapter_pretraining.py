@@ -22,11 +22,14 @@ ADAPTER = AdapterConfig(rank=2, alpha=8, dropout=0.1)
 LAST = "step-0000006"
 
 
-def write_adapter_job(directory: Path, adapter: AdapterConfig = ADAPTER, context_length: int = 16) -> Path:
+def write_adapter_job(
+    directory: Path, adapter: AdapterConfig = ADAPTER, context_length: int = 16, num_layers: int = 1, **settings: Any
+) -> Path:
     torch.manual_seed(3)
-    save_training(directory / "model", TransformerLM(MODEL), [], 0, {})
-    model = replace(MODEL, context_length=context_length)
-    path = write_job(directory, model=model, steps=6, warmup_steps=1, checkpoint_interval=2)
+    model = replace(MODEL, num_layers=num_layers)
+    save_training(directory / "model", TransformerLM(model), [], 0, {})
+    model = replace(model, context_length=context_length)
+    path = write_job(directory, model=model, **{"steps": 6, "warmup_steps": 1, "checkpoint_interval": 2, **settings})
     job = Job.read(path)
     job.adapter, job.start, job.digests = adapter, str(directory / "model"), {**job.digests, "start": "s"}
     job.write(path)

@@ -8,15 +8,20 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from lm.checkpoint.training_checkpoint import load_model
+from lm.checkpoint.peft import read_stored_adapter
+from lm.checkpoint.training_checkpoint import ROW_FILES, load_model
 from lm.common.errors import UserError
 from lm.common.execution import Execution, ParallelKind
-from lm.model.config import MoEConfig
+from lm.model.config import AdapterConfig, MoEConfig
+from lm.train.adapter_memory import predict_adapter_memory
+from lm.train.frozen_base import FrozenBase, load_beside
 from lm.train.pretraining import Job
 from lm.train.training_memory import TrainingMemory, check_memory, choose_parallel, predict_training_memory
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import MODEL, read_rows, train_config, train_here, write_job
+from tests.lm.train.test_adapter_pretraining import write_adapter_job
 
 OPTIONS: dict[str, Any] = {
     "steps": 12,
@@ -30,14 +35,16 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def run_job(job: Path, parallel: ParallelKind, processes: int, tensor_parallel: int = 1) -> None:
+def run_job(job: Path, parallel: ParallelKind, processes: int, tensor_parallel: int = 1, last: int = 0) -> None:
+    """Train; with ``last``, all processes are killed after that step."""
     content = json.loads(job.read_text())
     content["execution"] |= {"parallel": parallel, "tensor_parallel": tensor_parallel}
     job.write_text(json.dumps(content))
     if processes == 1:
         train_here(Job.read(job))
     else:
-        run_ranks("tests.helpers.rank_jobs", job.parent.parent, str(job), world_size=processes)
+        argument = f"{job}@{last}" if last else str(job)
+        run_ranks("tests.helpers.rank_jobs", job.parent.parent, argument, world_size=processes)
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +81,84 @@ def test_a_training_goes_on_with_another_division(
 ) -> None:
     """Each division trains four steps, from the checkpoint of the one before."""
     job = write_job(tmp_path, **OPTIONS)
+    train_in_divisions(job, divisions)
+    check_training(job.parent, expected)
+
+
+def train_in_divisions(job: Path, divisions: list[tuple[ParallelKind, int]]) -> None:
     for number, (parallel, processes) in enumerate(divisions, start=1):
         run_job(job, parallel, processes)
         check_parts(job.parent, number, processes if parallel not in ("none", "ddp") else 1)
         if number < len(divisions):
             undo_after(job.parent, number)
-    check_training(job.parent, expected)
+
+
+ADAPTER = AdapterConfig(rank=3, alpha=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "divisions"),
+    [
+        ("nf4", [("fsdp", 2), ("none", 1), ("zero2", 2)]),
+        ("float32", [("none", 1), ("fsdp", 4), ("zero1", 2)]),
+        pytest.param("float32", [("zero2", 4), ("ddp", 2), ("fsdp", 2)], marks=pytest.mark.long),
+    ],
+)
+def test_a_training_of_an_adapter_goes_on_with_another_division(
+    tmp_path: Path, dtype: Any, divisions: list[tuple[ParallelKind, int]]
+) -> None:
+    """Its checkpoints hold the adapter alone, which may have fewer rows than there are processes."""
+    adapter = replace(ADAPTER, dtype=dtype)
+    expected, job = (write_adapter_job(tmp_path / n, adapter, num_layers=2, **OPTIONS) for n in ("one", "many"))
+    train_here(Job.read(expected))
+    train_in_divisions(job, divisions)
+    check_training(job.parent, expected.parent)
+    samples, expected_samples = (read_rows(out, "samples.jsonl") for out in (job.parent, expected.parent))
+    assert samples == expected_samples
+    for number, (parallel, processes) in enumerate(divisions, start=1):
+        directory = job.parent / f"step-{4 * number:07d}"
+        parts = processes if parallel in ("zero2", "fsdp") else 1
+        weights = [load_file(path) for path in sorted(directory.glob("adapter[.-]*safetensors"))]
+        assert len(weights) == parts and not [*directory.glob("model*")]
+        stored = read_stored_adapter(directory)
+        assert stored is not None and all(len(part) == 2 * len(stored.layers) == 2 * 2 * 7 for part in weights)
+        for name, (a, b, _) in stored.layers.items():
+            assert torch.equal(a, torch.cat([part[f"{name}.lora_A"] for part in weights]))
+            assert torch.equal(b, torch.cat([part[f"{name}.lora_B"] for part in weights]))
+
+
+@pytest.mark.slow
+def test_a_divided_adapter_is_a_teacher_over_the_same_base(tmp_path: Path) -> None:
+    job = write_adapter_job(tmp_path, ADAPTER, num_layers=2, steps=2)
+    run_job(job, "fsdp", 2)
+    model = load_model(tmp_path / "model").train()
+    frozen = FrozenBase.adapt(model, tmp_path / "model", ADAPTER, 1e-3)
+    checkpoint, ids = job.parent / "step-0000002", torch.arange(32).view(2, 16)
+    teacher = load_beside(checkpoint, model, frozen)
+    assert teacher.head_weight is model.head_weight
+    torch.testing.assert_close(teacher(ids), load_model(checkpoint)(ids), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("parallel", "dtype"), [("fsdp", "float32"), ("zero2", "bfloat16"), ("fsdp", "nf4")])
+def test_a_killed_training_of_a_divided_adapter_ends_with_the_same_bytes(
+    tmp_path: Path, parallel: ParallelKind, dtype: Any
+) -> None:
+    adapter = replace(ADAPTER, dtype=dtype, dropout=0.1)
+    options = OPTIONS | {"optimizer": "adamw", "max_lr": 1e-2}
+    whole, job = (write_adapter_job(tmp_path / name, adapter, num_layers=2, **options) for name in ("a", "b"))
+    run_job(whole, parallel, 2)
+    with pytest.raises(AssertionError, match=r"exit codes \[-9, -9\]"):
+        run_job(job, parallel, 2, last=7)
+    assert not (job.parent / "training.json").exists()
+    run_job(job, parallel, 2)
+    last = whole.parent / "step-0000012"
+    names = [path.name for path in last.iterdir()]
+    assert len(names) == 5
+    for name in names:
+        assert (job.parent / last.name / name).read_bytes() == (last / name).read_bytes(), name
+    assert [read_rows(job.parent, name) for name in ROW_FILES[:2]] == [read_rows(last.parent, n) for n in ROW_FILES[:2]]
 
 
 TENSOR_OPTIONS = OPTIONS | {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
@@ -174,9 +253,14 @@ def test_fsdp_in_two_processes_trains_evaluates_and_samples(tmp_path: Path, expe
 DEEP_MODEL = replace(MODEL, num_layers=16)  # the memory of each kind is less than that of the kind before
 
 
-def choose(monkeypatch: pytest.MonkeyPatch, parallel: Literal["auto"] | ParallelKind, processes: int) -> ParallelKind:
+def choose(
+    monkeypatch: pytest.MonkeyPatch,
+    parallel: Literal["auto"] | ParallelKind,
+    processes: int,
+    adapter: AdapterConfig | None = None,
+) -> ParallelKind:
     monkeypatch.setattr("lm.train.training_memory.get_world_size", lambda: processes)
-    return choose_parallel(Execution(parallel=parallel), train_config(), DEEP_MODEL, torch.device("cpu"))
+    return choose_parallel(Execution(parallel=parallel), train_config(), DEEP_MODEL, torch.device("cpu"), adapter)
 
 
 def test_several_processes_divide_something(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,12 +269,23 @@ def test_several_processes_divide_something(monkeypatch: pytest.MonkeyPatch) -> 
         choose(monkeypatch, "none", 2)
 
 
-def test_auto_divides_as_much_as_the_memory_requires(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("adapter", [None, ADAPTER])
+def test_auto_divides_as_much_as_the_memory_requires(
+    monkeypatch: pytest.MonkeyPatch, adapter: AdapterConfig | None
+) -> None:
     kinds: tuple[ParallelKind, ...] = ("ddp", "zero1", "zero2", "fsdp")
-    peaks = [predict_training_memory(1, Execution(), train_config(), DEEP_MODEL, kind, 4, "cpu").peak for kind in kinds]
-    for memory, expected in [(1, "fsdp"), *((int(peak / 0.84), kind) for peak, kind in zip(peaks, kinds, strict=True))]:
-        monkeypatch.setattr("lm.train.training_memory.machine_memory", lambda memory=memory: memory)
-        assert choose(monkeypatch, "auto", 4) == expected
+    arguments = 1, Execution(), train_config(), DEEP_MODEL
+    peaks = [
+        predict_adapter_memory(*arguments, adapter, kind, 4, "cpu").peak
+        if adapter
+        else predict_training_memory(*arguments, kind, 4, "cpu").peak
+        for kind in kinds
+    ]
+    assert min(peaks) == peaks[-1]
+    for peak in (1, *peaks):
+        expected = next((kind for kind, other in zip(kinds, peaks, strict=True) if other <= peak), "fsdp")
+        monkeypatch.setattr("lm.train.training_memory.machine_memory", lambda peak=peak: int(peak / 0.84))
+        assert choose(monkeypatch, "auto", 4, adapter) == expected
 
 
 @pytest.mark.slow

@@ -187,7 +187,15 @@ def test_a_bad_adapter_ends_the_command(
     assert re.search(message, error), error
 
 
-def test_adapters_of_an_adapter_are_refused(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _ = serve("--model", str(files / "first"), "--adapters", f"second={files / 'second'}")
+@pytest.mark.parametrize("stored", ["", "adapter.safetensors", "adapter-1-of-2.safetensors"])
+def test_adapters_of_an_adapter_are_refused(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], stored: str
+) -> None:
+    """Of peft, or of a training, whose processes may have stored a part each."""
+    model = files / "first"
+    if stored:
+        model = shutil.copytree(files / "base", tmp_path / "first")
+        (model / stored).touch()
+    code, _ = serve("--model", str(model), "--adapters", f"second={files / 'second'}")
     assert code == 2
     assert "first is an adapter itself; for several adapters, --model must be their base" in capsys.readouterr().err
