@@ -3,8 +3,8 @@
 ``python -m benchmarks.adamw [--threads N] [--rounds N] [--json]``. The parameters are those of the preset
 ``stories-cpu`` (5.3M) and of the shape 110m of :mod:`benchmarks.generate` (134M with both embeddings), with random
 gradients, in the trainer's two groups. Both take turns of some steps in one process, on the same parameters, with state
-of their own. The results are medians over the rounds. CPU time is that of all threads, so it counts less what other
-programs take. The last line is JSON: ``ratios`` are torch's time over ours.
+of their own. The results are medians over the rounds. CPU time is that of all threads; other programs change it less
+than the wall time. The last line is JSON: ``ratios`` are torch's time over ours.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from lm.optim import AdamW
 
 _SHAPES = {"stories": TRAIN_SHAPES["stories"][0], "110m": SHAPES["110m"]}
 _CLOCKS = ("wall", "cpu")
-_TURN_PARAMETERS = 100_000_000  # that a turn updates, at least
+_TURN_PARAMETERS = 100_000_000  # fewest updates of a number in a turn
 
 
 def measure(shape: str, rounds: int) -> dict[str, dict[str, float]]:

@@ -192,7 +192,8 @@ def load_optimizer_states(optimizers: list[torch.optim.Optimizer], states: list[
             optimizer.load_state_dict(state)
             for parameter, parameter_state in optimizer.state.items():
                 for key, value in parameter_state.items():
-                    if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
+                    is_count = key == "step"  # a scalar in torch's optimizers
+                    if isinstance(value, Tensor) and not is_count and value.shape != parameter.shape:
                         shapes = f"{tuple(value.shape)} for a parameter of {tuple(parameter.shape)}"
                         raise ValueError(f"{key} is {shapes}")
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:

@@ -17,9 +17,17 @@ def thread_pool() -> ThreadPoolExecutor:
 def run_in_threads(kernel: Callable[..., None], jobs: Sequence[tuple[Any, ...]]) -> None:
     """Call ``kernel(*job)`` for each job: the first in this thread, the others beside it."""
     futures = [thread_pool().submit(kernel, *job) for job in jobs[1:]]
-    kernel(*jobs[0])
-    for future in futures:
-        future.result()
+    try:
+        kernel(*jobs[0])
+    finally:  # also after an interrupt: the caller may free the memory that the others write to
+        for future in futures:
+            future.result()
+
+
+def split_for_threads(count: int, min_size: int) -> list[tuple[int, int]]:
+    """Return the (start, end) of a part of ``range(count)`` for each of torch's threads; fewer parts, so that they have
+    at least ``min_size`` numbers."""
+    return split_evenly(count, max(1, min(torch.get_num_threads(), count // min_size)))
 
 
 def split_evenly(count: int, parts: int) -> list[tuple[int, int]]:

@@ -1,6 +1,6 @@
 """The size of a KV cache: how many pages an engine gets, and whether layers with a sliding window have rings.
 
-A prefix cache shares pages, also those that lie behind a window; rings belong to one row each. So it is one or the
+A prefix cache shares all pages, including those before a window. A ring belongs to one row. So an engine has one or the
 other.
 """
 
@@ -12,7 +12,7 @@ from lm.common.errors import UserError
 from lm.inference.kv_cache import PAGE_TOKENS, KVCache, count_pages, page_bytes, window_layers
 from lm.model.config import ModelConfig
 
-MAX_NEW_TOKENS = 512  # of a row at once, if it has a ring, which holds them and a window
+MIN_CHUNK_TOKENS = 512  # that a row with rings can compute at once; a ring holds them beside a window
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,15 @@ def plan_cache(
     if kv_bytes is not None:
         num_pages = min(needed, _count_fitting(kv_bytes, size, "A KV cache"))
     whole = CacheSize(config, dtype, rows, min(length, num_pages * PAGE_TOKENS), num_pages, num_blocks)
-    windows = [config.window(layer) or 0 for layer in window_layers(config)]
-    ring_pages = count_pages(max(windows, default=0) + MAX_NEW_TOKENS) + 1
-    if prefix_cache_bytes or not windows or ring_pages >= count_pages(length):
-        return whole
+    window = max((config.window(layer) or 0 for layer in window_layers(config)), default=0)
+    ring_pages = count_pages(window + max(MIN_CHUNK_TOKENS, window // 2)) + 1
+    if prefix_cache_bytes or not window or 2 * ring_pages > count_pages(length):
+        return whole  # prompts in small chunks take longer, so rings must save half
     empty = CacheSize(config, dtype, rows, length, 0, 0, ring_pages)
     if kv_bytes is not None and empty.page_size:
         needed = min(needed, (kv_bytes - empty.num_bytes) // empty.page_size)
     if (kv_bytes is not None and empty.num_bytes > kv_bytes) or needed < whole.num_pages:
-        return whole  # rows of short texts, which would not fill their rings
+        return whole  # the rings of all rows take more than they save
     return CacheSize(config, dtype, rows, min(length, needed * PAGE_TOKENS), needed, 0, ring_pages)
 
 

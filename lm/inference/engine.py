@@ -38,7 +38,7 @@ class Engine:
     alone would fill the memory better, but then a generation must give up its pages and be computed again, sooner or
     later, at the cost of all.) With ``prefix_cache_bytes``, a prompt that shares a prefix with a recent sequence
     computes only the rest, and shares its pages; see :class:`lm.inference.prefix_cache.PrefixCache`. Without it, layers
-    with a sliding window keep only the keys and values of their windows.
+    with a sliding window keep only the keys and values of their windows; see :mod:`lm.inference.cache_size`.
 
     Raises UserError if not even 16 tokens fit into the memory of the keys and values, or of the prefix cache.
     """
@@ -225,7 +225,7 @@ class Engine:
         if (lookup := self._lookups.get(generation)) is None:
             return []
         num_missing = generation.max_new_tokens - len(generation.ids)
-        room = self.max_seq_len - generation.window_length, self._cache.max_new_tokens - 1
+        room = self.max_seq_len - generation.window_length, self._cache.max_chunk_tokens - 1
         return lookup.draft(generation.ids, min(num_missing - 1, *room))
 
     def _verify(self, drafts: list[list[int]]) -> None:

@@ -62,9 +62,9 @@ class KVCache:
     sequences can write there. Memory on a CPU is taken when a page is first written.
 
     With ``ring_pages``, the layers with a sliding window are not among those of ``keys`` and ``values``: each row has a
-    ring of so many pages for them, in ``ring_keys`` and ``ring_values``. At most ``max_new_tokens`` tokens of a row may
-    be computed at once then, or they would write over what they read. ``tables`` (1 or 2, rows, pages of a row) are the
-    page table, and that of the rings.
+    ring of ``ring_pages`` pages for them, in ``ring_keys`` and ``ring_values``. At most ``max_chunk_tokens`` tokens of
+    a row may be computed at once then, or they would write over what they read. ``tables`` (1 or 2, rows, pages of a
+    row) are the page table, and that of the rings.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class KVCache:
         self.hidden = _zeros(math.prod(hidden_shape), device, dtype).view(hidden_shape) if has_hidden else None
         self.tables = torch.zeros(2 if ring_pages else 1, rows, width, dtype=torch.int64, device=device)
         self.page_table = self.tables[0]
-        self.max_new_tokens = width * PAGE_TOKENS
+        self.max_chunk_tokens = width * PAGE_TOKENS
         if ring_pages:
             window = max(config.window(layer) or 0 for layer in self._window_layers)
-            self.max_new_tokens = (ring_pages - 1) * PAGE_TOKENS - window
+            self.max_chunk_tokens = (ring_pages - 1) * PAGE_TOKENS - window
             first_R1 = 1 + torch.arange(0, rows * ring_pages, ring_pages, device=device)[:, None]
             self.tables[1] = first_R1 + torch.arange(width, device=device) % ring_pages
         self._ring_pages = ring_pages
@@ -121,10 +121,10 @@ class KVCache:
         count = len(self.keys) + len(self.ring_keys)
         return [next(rings if layer in self._window_layers else whole) for layer in range(count)]
 
-    def check_new_tokens(self, count: int) -> None:
-        """Raise ValueError if so many tokens of a row must not be computed at once."""
-        if count > self.max_new_tokens:
-            raise ValueError(f"{count} new tokens of a row are more than {self.max_new_tokens}")
+    def check_chunk(self, count: int) -> None:
+        """Raise ValueError if ``count`` tokens of a row cannot be computed at once."""
+        if count > self.max_chunk_tokens:
+            raise ValueError(f"{count} new tokens of a row are more than {self.max_chunk_tokens}")
 
     def pages(self, row: int) -> list[int]:
         """Return the pages of a row."""
@@ -190,10 +190,10 @@ class KVCache:
         if self.hidden is not None:
             self.hidden[targets] = self.hidden[sources]
 
-    def copy_ring(self, source: int, target: int) -> None:
-        """Copy the ring of a row, if rows have one, over that of another."""
+    def copy_ring(self, source: int, target: int, num_tokens: int) -> None:
+        """Copy the ring of a row that holds ``num_tokens`` tokens, if rows have one, over that of another."""
         if self._ring_pages:
-            pages = self.tables[1, :, : self._ring_pages]
+            pages = self.tables[1, :, : min(count_pages(num_tokens), self._ring_pages)]
             for tensor in (self.ring_keys, self.ring_values):
                 tensor[:, :, pages[target]] = tensor[:, :, pages[source]]
 

@@ -151,7 +151,7 @@ class Prefill:
 
     def _round(self, num_left: int, limit: int) -> int:
         """Return how many of ``num_left`` tokens to compute: all, or whole pages, as chunks begin with a page."""
-        limit = min(limit, self._cache.max_new_tokens)
+        limit = min(limit, self._cache.max_chunk_tokens)
         return num_left if num_left <= limit else limit // PAGE_TOKENS * PAGE_TOKENS
 
     def _reuse_stored(self, job: PrefillJob) -> None:
@@ -221,7 +221,7 @@ class Prefill:
         pages, targets = self._cache.pages(source.row), self._cache.pages(target.row)
         self._cache.copy_pages(pages[num_shared:num_pages], targets[num_shared:num_pages])
         self._cache.share(target.row, pages[:num_shared])
-        self._cache.copy_ring(source.row, target.row)
+        self._cache.copy_ring(source.row, target.row, len(source.tokens))
 
 
 def _has_scores_of(source: PrefillJob, job: PrefillJob) -> bool:

@@ -1,8 +1,8 @@
 """AdamW's update of float32 parameters, which reads and writes each number in memory once.
 
-The reference is ``_update`` in :mod:`lm.optim.adamw`, with the same roundings in the same order. In torch's ``lerp``
-and ``addcmul`` a product and a sum are rounded once, together. Square roots are rounded exactly here. Those that torch
-has from MKL are not, in one of six numbers.
+The reference is ``_update`` in :mod:`lm.optim.adamw`, with the same roundings in the same order: on a CPU with fused
+multiply-add, torch's ``lerp`` and ``addcmul`` round a product and a sum once. Square roots are rounded exactly here;
+torch's come from MKL, and differ in the last bit of one number in six.
 """
 
 import math

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lm.hardware.kernel_threads import run_in_threads, split_evenly
+from lm.hardware.kernel_threads import run_in_threads, split_for_threads
 from lm.kernels.nf4_blocks import dequantize_blocks
 from lm.model.linear import Linear
 from lm.model.ops.matmul import linear_forward
@@ -78,7 +78,7 @@ def dequantize_on_cpu(weight: NF4Weight, shape: tuple[int, ...], dtype: torch.dt
         memory = _memory.bytes = torch.empty(size * dtype.itemsize, dtype=torch.uint8)
     numbers = memory[: size * dtype.itemsize].view(torch.float32 if dtype == torch.float32 else torch.uint16)
     arrays = (weight.levels.numpy(), largest.numpy(), _nf4_levels(largest.device).numpy())
-    parts = split_evenly(len(largest), max(1, min(torch.get_num_threads(), len(largest) // _PART)))
+    parts = split_for_threads(len(largest), _PART)
     workspaces = (torch.empty(16, dtype=numbers.dtype).numpy() for _ in parts)
     jobs = [(*arrays, scaled, numbers.numpy(), *part) for scaled, part in zip(workspaces, parts, strict=True)]
     run_in_threads(dequantize_blocks, jobs)

@@ -19,8 +19,9 @@ log = logging.getLogger(__name__)
 class AdamW(Optimizer):
     """Adam with decoupled weight decay. Gives the same result as ``torch.optim.AdamW``.
 
-    On a CPU one kernel updates all parameters of float32 together, on a GPU with Triton one kernel each of them. Else,
-    and on a CPU with ``found_inf``, ``torch._foreach`` updates lists of tensors. Parameters must not share memory.
+    Contiguous float32 parameters are updated by kernels: on a CPU by one call for all, on a GPU with Triton by one call
+    for each. Other parameters, and all on a CPU with ``found_inf``, are updated by ``torch._foreach``. Parameters must
+    not share memory.
     """
 
     is_elementwise: ClassVar[bool] = True
@@ -117,7 +118,7 @@ def _update_by_kernel(
     is_applied = torch.ones((), device=device) if found_inf is None else (~found_inf).float()
     others = []
     for row in rows:
-        if all(x.dtype == torch.float32 and x.is_cuda and x.is_contiguous() for x in row):
+        if all(x.shape == row[0].shape and x.dtype == torch.float32 and x.is_cuda and x.is_contiguous() for x in row):
             kernel(row, t, group, is_applied)
         else:
             others.append(row)

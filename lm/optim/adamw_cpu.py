@@ -7,24 +7,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lm.hardware.kernel_threads import run_in_threads, split_evenly
+from lm.hardware.kernel_threads import run_in_threads, split_for_threads
 from lm.kernels.adamw_update import update_numbers
 
-_PART = 1 << 16  # numbers for a thread: fewer are updated before another thread starts
+_PART = 1 << 16  # fewest numbers for a thread: starting one takes longer than updating fewer
 _TYPES = {Tensor, nn.Parameter}  # other subclasses, such as fake tensors, may have no memory of their own
 
 
 def update_on_cpu(rows: list[tuple[Tensor, ...]], t: int, group: dict[str, Any]) -> list[tuple[Tensor, ...]]:
     """Update parameters and moments in place. Return the rows that the kernel cannot update.
 
-    A row has a parameter, its gradient and the two moments, of one shape. The kernel needs them contiguous and float32.
+    A row has a parameter, its gradient and the two moments. The kernel needs them of one shape, contiguous and float32.
     ``t`` is the number of this step, from 1; ``group`` has the options of :class:`lm.optim.adamw.AdamW`. The result has
     the same bits with any number of threads. Parameters must not share memory.
     """
     updated: list[tuple[Tensor, ...]] = []
     others: list[tuple[Tensor, ...]] = []
     for row in rows:
-        (updated if all(map(_is_float32_in_memory, row)) else others).append(row)
+        has_one_shape = all(x.shape == row[0].shape for x in row)  # the kernel would write past a smaller tensor
+        (updated if has_one_shape and all(map(_is_float32_in_memory, row)) else others).append(row)
     if not updated:
         return others
     addresses = np.array([(row[0].numel(), *(x.data_ptr() for x in row)) for row in updated], np.int64)
@@ -34,7 +35,7 @@ def update_on_cpu(rows: list[tuple[Tensor, ...]], t: int, group: dict[str, Any])
         *(1 - lr * group["weight_decay"], lr / (1 - beta1**t)),
     )
     count = int(addresses[:, 0].sum())
-    parts = split_evenly(count, max(1, min(torch.get_num_threads(), count // _PART)))
+    parts = split_for_threads(count, _PART)
     run_in_threads(update_numbers, [(addresses, *part, *map(float, options)) for part in parts])
     torch.autograd.graph.increment_version([row[0] for row in updated])  # as torch's operators in place do
     return others

@@ -250,5 +250,5 @@ def generation(source: random.Random) -> int:
     ]
     num_pages, chunk = source.randrange(8, 24), source.choice([1, 16, 32, 50, 200])
     limits = num_pages, chunk, source.random() < 0.5, source.randrange(1, 5)
-    with mock.patch("lm.inference.cache_size.MAX_NEW_TOKENS", PAGE_TOKENS):  # so that short texts have rings too
+    with mock.patch("lm.inference.cache_size.MIN_CHUNK_TOKENS", PAGE_TOKENS):  # so that short texts have rings too
         return check_cases(model.double().eval(), cases, *limits, adapters)

@@ -73,13 +73,18 @@ def generate_without_cache(model: TransformerLM, prompt: list[int], count: int) 
 
 
 def random_cache(
-    config: ModelConfig, rows: int, length: int, device: str = "cpu", dtype: torch.dtype = torch.float32
+    config: ModelConfig,
+    rows: int,
+    length: int,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    ring_pages: int = 0,
 ) -> KVCache:
     """Return a cache of random keys and values, whose rows have all their pages, in no order."""
-    cache = KVCache(config, rows, length, torch.device(device), dtype)
+    cache = KVCache(config, rows, length, torch.device(device), dtype, ring_pages=ring_pages)
     for _ in range(cache.page_table.shape[1]):
         for row in torch.randperm(rows).tolist():
             cache.extend(row, 1)
-    cache.keys.normal_()
-    cache.values.normal_()
+    cache.all_keys.normal_()
+    cache.all_values.normal_()
     return cache

@@ -234,7 +234,8 @@ def test_malformed_optimizer_state_is_refused(saved: Path, state: Any) -> None:
         load_training(saved, model, [AdamW(model.parameters())])
 
 
-def test_optimizer_moments_of_another_shape_are_refused(saved: Path) -> None:
+@pytest.mark.parametrize("shape", [(3,), ()])
+def test_optimizer_moments_of_another_shape_are_refused(saved: Path, shape: tuple[int, ...]) -> None:
     model = TransformerLM(CONFIG)
     optimizer = AdamW(model.parameters())
     sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
@@ -242,7 +243,7 @@ def test_optimizer_moments_of_another_shape_are_refused(saved: Path) -> None:
     save_training(saved, model, [optimizer], 5, {})
     assert load_training(saved, model, [AdamW(model.parameters())]) == 5
     state = torch.load(saved / "optimizer.pt", weights_only=True)
-    state["optimizers"][0]["state"][0]["m"] = torch.zeros(3)
+    state["optimizers"][0]["state"][0]["m"] = torch.zeros(shape)
     torch.save(state, saved / "optimizer.pt")
     forge_description(saved)
     with pytest.raises(UserError, match="step-5 belongs to another optimizer config: m is"):

@@ -7,7 +7,7 @@ from typing import Any
 
 from lm.checkpoint.external_weights import FieldTable, check_fixed_fields, read_field, read_model_config
 from lm.checkpoint.hugging_face.architectures import ARCHITECTURES, Architecture, Experts
-from lm.checkpoint.hugging_face.rope_json import flatten_rope, read_rope, rope_fields
+from lm.checkpoint.hugging_face.rope_fields import flatten_rope, read_rope, rope_fields
 from lm.common.errors import UserError
 from lm.files.json import read_json
 from lm.model.config import ModelConfig, MoEConfig, Multipliers

@@ -172,7 +172,7 @@ class CpuRunner(TorchRunner):
         lengths = [len(new) for new in tokens]
         if sum(lengths) > self.max_tokens:
             return super().extend(rows, tokens, starts)
-        self.cache.check_new_tokens(max(lengths))
+        self.cache.check_chunk(max(lengths))
         positions_N = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
         rows_N = torch.tensor(rows).repeat_interleave(torch.tensor(lengths))
         ids_N = torch.tensor([token for new in tokens for token in new])

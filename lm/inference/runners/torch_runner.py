@@ -48,9 +48,9 @@ class TorchRunner:
         """Compute new tokens of several sequences at once, padded, and return their hidden states (T, D)."""
         lengths, device = [len(new) for new in tokens], self.cache.keys.device
         longest = max(lengths)
-        self.cache.check_new_tokens(longest)
+        self.cache.check_chunk(longest)
         ids_BT = torch.tensor([[*new, *[0] * (longest - len(new))] for new in tokens], device=device)
-        new = [_NewTokens.create(self.cache, table, rows, starts, lengths) for table in range(len(self.cache.tables))]
+        new = _NewTokens.create(self.cache, rows, starts, lengths)
         attend = _attend_suffix if any(starts) else _attend_whole  # whole sequences have a faster attention
         last_position = self.model.config.context_length - 1  # of padding, whose result is not used
         positions_BT = new[0].positions_BT.clamp(max=last_position)
@@ -116,31 +116,34 @@ class _NewTokens:
     positions_BT: Tensor
     start: int
     """The first position of all."""
-    pages_BM: Tensor
-    """The pages of each sequence, up to the last new token."""
     index_N: tuple[Tensor, Tensor]
     """The new tokens that are no padding: in B and in T."""
+    pages_BM: Tensor
+    """The pages of each sequence, up to the last new token."""
     places_N: tuple[Tensor, Tensor]
     """Their pages, and their places in these."""
     run: slice | None
     """The pages, if there is one sequence and they follow each other in memory."""
 
     @classmethod
-    def create(
-        cls, cache: KVCache, table: int, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int]
-    ) -> Self:
+    def create(cls, cache: KVCache, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> list[Self]:
+        """Return the new tokens with their places by each page table."""
         device = cache.keys.device
         rows_B, starts_B, lengths_B = (torch.tensor(numbers, device=device) for numbers in (rows, starts, lengths))
         steps_T = torch.arange(max(lengths), device=device)
         batch_N, step_N = (steps_T < lengths_B[:, None]).nonzero(as_tuple=True)
         positions_N = starts_B[batch_N] + step_N
         num_pages = count_pages(max(start + length for start, length in zip(starts, lengths, strict=True)))
-        pages_BM = cache.tables[table, rows_B, :num_pages]
-        places_N = pages_BM[batch_N, positions_N // PAGE_TOKENS], positions_N % PAGE_TOKENS
-        pages, run = cache.pages(rows[0])[:num_pages], None
-        if table == 0 and len(rows) == 1 and pages and pages == [*range(pages[0], pages[0] + num_pages)]:
-            run = slice(pages[0], pages[0] + num_pages)
-        return cls(starts_B[:, None] + steps_T, min(starts), pages_BM, (batch_N, step_N), places_N, run)
+        pages = cache.pages(rows[0])[:num_pages]
+        runs: list[slice | None] = [None] * len(cache.tables)
+        if len(rows) == 1 and pages and pages == [*range(pages[0], pages[0] + num_pages)]:
+            runs[0] = slice(pages[0], pages[0] + num_pages)
+        page_N, place_N = positions_N // PAGE_TOKENS, positions_N % PAGE_TOKENS
+        tokens = starts_B[:, None] + steps_T, min(starts), (batch_N, step_N)
+        return [
+            cls(*tokens, pages_BM, (pages_BM[batch_N, page_N], place_N), run)
+            for pages_BM, run in zip(cache.tables[:, rows_B, :num_pages], runs, strict=True)
+        ]
 
     def store(self, stored_GPCK: Tensor, new_BGTK: Tensor) -> None:
         """Store the new keys or values of a layer."""

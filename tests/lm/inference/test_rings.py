@@ -19,10 +19,11 @@ from lm.inference.runners.runner import make_runner, prepare_for_inference
 from lm.model.config import ModelConfig
 from tests.helpers.examples import examples
 from tests.helpers.generating import make_model
-from tests.helpers.generation_cases import check_cases
-from tests.lm.inference.test_prefill import CONTEXT, cases
+from tests.helpers.generation_cases import check_cases, make_engine
+from tests.lm.inference.test_prefill import cases
 
 GREEDY = SampleConfig(temperature=0)
+CONTEXT = 130
 WINDOWS: list[dict[str, Any]] = [
     {"sliding_window": 1},
     {"sliding_window": 17, "num_layers": 3},
@@ -45,13 +46,14 @@ GEMMA = ModelConfig(100, 32_768, 64, 12, 4, 1, d_ff=64, sliding_window=1024, glo
 def test_results_are_those_without_a_cache(number: int, cases: Any, num_pages: int, chunk: int) -> None:
     """With chunks, drafts, equal prompts, cancelled ones, and a limit of memory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache_size, "MAX_NEW_TOKENS", 16)
+        patch.setattr(cache_size, "MIN_CHUNK_TOKENS", 16)
+        assert len(make_engine(MODELS[number], num_pages)._cache.tables) == 2
         check_cases(MODELS[number], cases, num_pages, chunk, has_prefix_cache=False)
 
 
 def test_equal_prompts_are_computed_once() -> None:
     """The rings of those that wait are copies."""
-    model = make_model(context_length=640, sliding_window=8).double().eval()
+    model = make_model(context_length=1200, sliding_window=8).double().eval()
     prompt = [i * i % 11 for i in range(60)]
     expected, *equal = (Generation(prompt, 40, GREEDY, wants_logprobs=True) for _ in range(4))
     engine = Engine(model, 3)
@@ -66,14 +68,14 @@ def test_equal_prompts_are_computed_once() -> None:
 
 
 def test_drafts_fit_into_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_size, "MAX_NEW_TOKENS", 16)
+    monkeypatch.setattr(cache_size, "MIN_CHUNK_TOKENS", 16)
     model = MODELS[0]
     drafted, expected = (
         Generation([1, 2, 3, 4] * 10, 30, SampleConfig(temperature=0, speculative_tokens=drafts)) for drafts in (60, 0)
     )
     for generation in (drafted, expected):
         engine = Engine(model, 1)
-        assert engine._cache.max_new_tokens < 40
+        assert engine._cache.max_chunk_tokens < 40
         engine.add([generation])
         while engine.active:
             engine.step()
@@ -99,7 +101,7 @@ def test_a_ring_takes_the_memory_of_a_window() -> None:
         (GEMMA, 32_768, 40_000, True, 4 * 32_768),
         (GEMMA, 32_768, 8000, True, 16_960),
         (GEMMA, 32_768, 1000, False, 992),  # less than the rings: short texts share what there is
-        (GEMMA, 1500, 6000, False, 6000),  # a ring would be longer than the texts
+        (GEMMA, 3000, 12_000, False, 12_000),  # a ring would be half as long as the texts
         (replace(GEMMA, global_interval=None, local_rope_theta=None), 32_768, 9000, True, 4 * 32_768),
         (replace(GEMMA, sliding_window=None, local_rope_theta=1e4), 32_768, 9000, False, 8992),
     ],

@@ -34,9 +34,9 @@ def test_greedy_texts_equal_those_without_a_cache(
     Layers with a sliding window have rings.
     """
     torch.manual_seed(0)
-    monkeypatch.setattr(cache_size, "MAX_NEW_TOKENS", 16)
-    model = TransformerLM(replace(SMALL_CONFIG, context_length=96, **variant)).eval()
-    prompts, count = [[3, 1, 4], [*range(1, 50), *range(1, 32)], [5] * 20], 30
+    monkeypatch.setattr(cache_size, "MIN_CHUNK_TOKENS", 16)
+    model = TransformerLM(replace(SMALL_CONFIG, context_length=160, **variant)).eval()
+    prompts, count = [[3, 1, 4], [*range(1, 50)] * 3, [5] * 20], 30
     expected = [generate_without_cache(model, prompt, count) for prompt in prompts]
     engine = Engine(prepare_for_inference(model) if is_prepared else model, len(prompts))
     assert (len(engine._cache.tables) == 2) == bool(model.config.sliding_window)

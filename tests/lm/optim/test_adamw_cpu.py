@@ -45,6 +45,9 @@ def assert_same(rows: list[tuple[Tensor, ...]], expected: list[tuple[Tensor, ...
             torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="torch has no fused multiply-add on this CPU"
+)
 @given(
     shapes=st.lists(
         st.sampled_from([(), (0,), (1,), (5,), (3, 7), (0, 4), (4, 8, 2), (131,), (40, 60)]), min_size=1, max_size=5
@@ -125,3 +128,14 @@ def test_a_backward_pass_after_the_update_of_its_weights_fails() -> None:
     AdamW([weight]).step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_a_moment_of_another_shape_is_an_error() -> None:
+    """The kernel would write past its end."""
+    parameter = nn.Parameter(torch.ones(5))
+    optimizer = AdamW([parameter])
+    parameter.grad = torch.ones(5)
+    optimizer.step()
+    optimizer.state[parameter]["m"] = torch.zeros(())
+    with pytest.raises(RuntimeError, match="shape"):
+        optimizer.step()

@@ -1,6 +1,6 @@
 """Models as they are published, of transformers' classes, in llama.cpp: the same tokens, ends and greedy continuation.
 
-Runs as ``test_gguf_llama_cpp`` does.
+Runs as ``test_llama_cpp`` does.
 """
 
 import json

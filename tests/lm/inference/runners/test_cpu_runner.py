@@ -38,10 +38,10 @@ def random_inputs(config: ModelConfig, rows: int) -> Tensor:
     return torch.stack([torch.randint(config.vocab_size or 1, (rows,)), torch.randint(LENGTH, (rows,))])
 
 
-def check(model: TransformerLM, prepared: TransformerLM, rows: int, tolerance: float) -> None:
+def check(model: TransformerLM, prepared: TransformerLM, rows: int, tolerance: float, ring_pages: int = 0) -> None:
     """Compare logits and cache of two steps."""
     config = model.config
-    expected_cache = random_cache(config, rows + 1, LENGTH)
+    expected_cache = random_cache(config, rows + 1, LENGTH, ring_pages=ring_pages)
     cache = copy.deepcopy(expected_cache)
     reference, runner = TorchRunner(model, expected_cache), CpuRunner(prepared, cache)
     for _ in range(2):
@@ -49,8 +49,8 @@ def check(model: TransformerLM, prepared: TransformerLM, rows: int, tolerance: f
         expected = reference.decode(inputs, int(inputs[1].max()))
         actual = runner.decode(inputs, int(inputs[1].max()))
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(cache.keys, expected_cache.keys, rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(cache.values, expected_cache.values, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(cache.all_keys, expected_cache.all_keys, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(cache.all_values, expected_cache.all_values, rtol=tolerance, atol=tolerance)
 
 
 @examples(60)
@@ -81,10 +81,11 @@ def check(model: TransformerLM, prepared: TransformerLM, rows: int, tolerance: f
     tied_embeddings=st.booleans(),
     logit_softcap=st.sampled_from([0.0, 3.0]),
     threads=st.sampled_from([1, 2, 5]),
+    has_rings=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_a_decode_step_equals_torch(
-    rows: int, kv_heads: int, group: int, more: dict[str, Any], threads: int, seed: int, **options: Any
+    rows: int, kv_heads: int, group: int, more: dict[str, Any], threads: int, has_rings: bool, seed: int, **options: Any
 ) -> None:
     torch.manual_seed(seed)
     assume("rotary_fraction" not in more or options["head_dim"] == 6)
@@ -92,7 +93,8 @@ def test_a_decode_step_equals_torch(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_runner, "_MIN_BYTES_FOR_THREADS", 0)
         patch.setattr(torch, "get_num_threads", lambda: threads)
-        check(model, prepare_for_inference(copy.deepcopy(model)), rows, 1e-4)
+        ring_pages = 2 if has_rings and "sliding_window" in more else 0
+        check(model, prepare_for_inference(copy.deepcopy(model)), rows, 1e-4, ring_pages)
 
 
 @examples(40)
@@ -100,15 +102,16 @@ def test_a_decode_step_equals_torch(
     suffixes=st.dictionaries(st.integers(0, 4), st.tuples(st.integers(0, 20), st.integers(1, 10)), min_size=1),
     threads=st.sampled_from([1, 3]),
     quantization=st.sampled_from(["none", "int8"]),
+    window=st.sampled_from([None, 5]),
     seed=st.integers(0, 99),
 )
 def test_several_tokens_of_a_row(
-    suffixes: dict[int, tuple[int, int]], threads: int, quantization: Any, seed: int
+    suffixes: dict[int, tuple[int, int]], threads: int, quantization: Any, window: int | None, seed: int
 ) -> None:
     """The first number of each row is where the tokens begin, the second is how many there are."""
     torch.manual_seed(seed)
-    model = random_model(d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=48)
-    cache = random_cache(model.config, 5, LENGTH)
+    model = random_model(d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=48, sliding_window=window)
+    cache = random_cache(model.config, 5, LENGTH, ring_pages=3 if window else 0)
     other_cache = copy.deepcopy(cache)
     rows, starts = list(suffixes), [start for start, _ in suffixes.values()]
     tokens = [tuple(torch.randint(50, (length,)).tolist()) for _, length in suffixes.values()]
@@ -121,8 +124,8 @@ def test_several_tokens_of_a_row(
     expected = TorchRunner(model, other_cache).extend(rows, tokens, starts)
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(cache.keys, other_cache.keys, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(cache.values, other_cache.values, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(cache.all_keys, other_cache.all_keys, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(cache.all_values, other_cache.all_values, rtol=1e-4, atol=1e-4)
 
 
 def test_more_tokens_are_computed_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
