@@ -80,8 +80,8 @@ def add_adapter(model: TransformerLM, config: AdapterConfig) -> TransformerLM:
     names = [*choose_targets(model, config.targets)]
     model.requires_grad_(False)
     if config.dtype == "nf4":
-        for name, layer in choose_targets(model, []).items():
-            model.set_submodule(name, NF4Linear(layer))
+        for name in [*choose_targets(model, [])]:  # no layer is held, so that the memory of its file is free
+            model.set_submodule(name, NF4Linear(cast(Linear, model.get_submodule(name))))
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     for parameter in model.parameters():  # the rotary buffers stay float32
         parameter.data = parameter.data.to(dtype, copy=True)  # it may be mapped from a file
