@@ -49,7 +49,7 @@ def check_gate(gate: GateConfig, base: PipelineConfig, derive: Mapping[str, Any]
     """Raise UserError if the sizes or the variant set what they may not, or if there is no validation text."""
     if not (base.data.valid or base.data.valid_fraction):
         raise UserError(
-            "A gate compares losses of validation text, and there is none; set data.valid or data.valid_fraction."
+            "A gate compares losses of validation text, which this sweep lacks; set data.valid or data.valid_fraction."
         )
     fields = asdict(base)
     for part, options in (("gate.sizes", [*gate.sizes[0], *gate.sizes[1]]), ("The variant", [*gate.variant])):

@@ -49,7 +49,7 @@ class Training:
         return settings | (config.variant if self.arm == "variant" else {})
 
 
-_PAIR = Training("baseline", 1, 0, 1.0), Training("variant", 1, 0, 1.0)  # one of them is kept
+_PAIR = Training("baseline", 1, 0, 1.0), Training("variant", 1, 0, 1.0)  # the sweep goes on with the model of one
 
 
 def plan_trainings(config: GateConfig) -> list[Training]:

@@ -26,7 +26,7 @@ class CacheSize:
     num_pages: int
     """Pages that sequences take as they need them."""
     num_blocks: int = 0
-    """Pages that a prefix cache keeps at most; 0: there is none."""
+    """Largest number of pages that a prefix cache keeps; 0 without one."""
     ring_pages: int = 0
     """Pages of the ring of a row; 0: all layers have all tokens."""
 

@@ -20,13 +20,13 @@ _POINTER = ir.FloatType().as_pointer()
 
 @operation(lambda address, at: types.float32(types.int64, types.int64))
 def _load(context: Any, builder: Any, args: Any, address: Any, index: Any) -> Any:
-    """Return float32 number ``at`` of those from an address on."""
+    """Return element ``at`` of the float32 array at ``address``."""
     return builder.load(builder.gep(builder.inttoptr(address, _POINTER), [index]))
 
 
 @operation(lambda address, at, value: types.void(types.int64, types.int64, types.float32))
 def _store(context: Any, builder: Any, args: Any, address: Any, index: Any, value: Any) -> None:
-    """Write float32 number ``at`` of those from an address on."""
+    """Write element ``at`` of the float32 array at ``address``."""
     builder.store(value, builder.gep(builder.inttoptr(address, _POINTER), [index]))
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -222,9 +222,12 @@ def _predict_peak(
     config: TrainConfig,
     model_config: ModelConfig,
     adapter: AdapterConfig | None,
-    *division: Any,
+    kind: ParallelKind,
+    world_size: int,
+    device_type: str,
 ) -> int:
     """Return the peak of :func:`predict_training_memory`, or with an adapter of its own prediction."""
+    division = kind, world_size, device_type
     if adapter and adapter.is_on:
         return predict_adapter_memory(sequences, execution, config, model_config, adapter, *division).peak
     return predict_training_memory(sequences, execution, config, model_config, *division).peak

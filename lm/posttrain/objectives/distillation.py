@@ -95,7 +95,7 @@ class Distillation(RolloutObjective):
         return [rollout or next(sampled) for rollout in rollouts]
 
     def _given_response(self, index: int) -> Rollout | None:
-        """Return the answer in the data to a prompt, cut to the length of a response; None if there is none."""
+        """Return the data's answer to a prompt, cut to the length of a response; None for a prompt without one."""
         source, prompt = self.train[index], self.prompts[index]
         match source:
             case Dialog(messages=messages):
