@@ -49,7 +49,7 @@ def import_model(out: Attempt, files: list[Source]) -> None:
     """Write the model as a checkpoint, and its tokenizer. Raises UserError if it cannot be read or is SentencePiece."""
     import torch
 
-    from lm.checkpoint.external import load_external
+    from lm.checkpoint.external import exact_dtype, load_external
     from lm.checkpoint.peft import CONFIG_FILE
     from lm.checkpoint.training_checkpoint import save_training, step_name
     from lm.tokenizer.text_tokenizer import require_byte_level
@@ -60,9 +60,9 @@ def import_model(out: Attempt, files: list[Source]) -> None:
     directory = next((path for path in paths if path.suffix == ".gguf"), directory)
     out.sources = files
     with keep_unchanged(files, out.run.store), torch.random.fork_rng(devices=[]):
-        model, tokenizer = load_external(directory, "cpu", torch.float32)
+        model, tokenizer = load_external(directory, "cpu", exact_dtype(directory))
         require_byte_level(tokenizer, str(directory)).save(out.directory / "tokenizer")
         torch.manual_seed(0)  # a checkpoint holds the state of the generator
-        save_training(out.directory / step_name(0), model.float(), [], 0, {})
+        save_training(out.directory / step_name(0), model, [], 0, {})
     out.write_json("training.json", {"best": step_name(0)})
     out.figures = {"vocab_size": model.config.vocab_size, "context_length": model.config.context_length}

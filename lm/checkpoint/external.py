@@ -15,6 +15,7 @@ from lm.checkpoint.gguf.reader import load_gguf, load_gguf_tokenizer, read_gguf_
 from lm.checkpoint.hugging_face.chat_files import read_chat_settings
 from lm.checkpoint.hugging_face.config_json import read_config
 from lm.checkpoint.hugging_face.model_files import load_hugging_face
+from lm.checkpoint.hugging_face.weight_files import read_weights
 from lm.checkpoint.meta import load_meta
 from lm.checkpoint.peft import base_of_peft, fuse_peft, is_peft
 from lm.checkpoint.safe_load import refuse_lfs_pointer
@@ -103,6 +104,18 @@ def read_context_length(directory: Path) -> int:
     if description := read_description(directory):
         return int(description["model"]["context_length"])
     return _META_CONTEXT_LENGTH
+
+
+def exact_dtype(directory: Path) -> torch.dtype:
+    """Return the smallest dtype that holds the weights of a model exactly.
+
+    It is float32, or the 16-bit dtype of all tensors in Hugging Face's files. Raises UserError if a file is missing or
+    damaged.
+    """
+    if is_gguf(directory) or is_peft(directory) or not (directory / "config.json").exists():
+        return torch.float32
+    dtypes = {tensor.dtype for tensor in read_weights(directory).values()}
+    return dtypes.pop() if dtypes in ({torch.bfloat16}, {torch.float16}) else torch.float32
 
 
 def load_any_model(

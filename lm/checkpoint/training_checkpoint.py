@@ -326,10 +326,10 @@ def load_model(
 ) -> TransformerLM:
     """Load the model of a checkpoint directory in evaluation mode, without its scalar head unless ``has_scalar_head``.
 
-    An adapter is fused into its base, which is loaded too. ``config`` replaces that of the checkpoint, for another
-    context. With ``is_mapped``, on the CPU, the weights of a whole model stay in their files: a caller that converts
-    them has one tensor in memory at a time, and checks that they are finite. Raises UserError if a checkpoint is
-    missing or damaged, or if a weight is not finite.
+    Weights of 16 bits, of an imported model, become float32. An adapter is fused into its base, which is loaded too.
+    ``config`` replaces that of the checkpoint, for another context. With ``is_mapped``, on the CPU, the weights of a
+    whole model stay in their files, in their dtypes: a caller that converts them has one tensor in memory at a time
+    and checks that they are finite. Raises UserError if a checkpoint is missing or damaged, or a weight is not finite.
     """
     description = _require_description(directory)
     try:
@@ -346,7 +346,10 @@ def load_model(
         assign_weights(model, weights, str(directory), device)
         return model.eval()
     # The files are memory-mapped. One tensor at a time is copied, so that no device holds the weights twice.
-    copies = {key: weights.pop(key).to(device, copy=True) for key in list(weights)}
+    copies = {}
+    for key in list(weights):
+        weight = weights.pop(key)
+        copies[key] = weight.to(device, torch.float32 if weight.is_floating_point() else weight.dtype, copy=True)
     assign_weights(model, copies, str(directory), device)
     check_weights_are_finite(model.state_dict(), str(directory))
     return model.eval()
