@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.law_coverage import best, draw_sweep
 from lm.common.errors import UserError
 from lm.experiments.scaling_law import Measurement, fit_parabola, fit_power_law, fit_scaling_law, predict
 
@@ -56,28 +57,6 @@ def test_noise_gives_errors_that_cover_the_truth() -> None:
     assert inside >= 17
 
 
-def chinchilla(sizes: np.ndarray, budget: float, irreducible: float) -> np.ndarray:
-    """Losses of the surface of Hoffmann et al. 2022."""
-    return irreducible + 406.4 / sizes**0.34 + 410.7 / (budget / 6 / sizes) ** 0.28
-
-
-def best_loss(budget: float, irreducible: float) -> tuple[float, float]:
-    """Return the lowest loss of a budget and its size."""
-    sizes = np.geomspace(1e5, 1e12, 20_001)
-    losses = chinchilla(sizes, budget, irreducible)
-    return float(losses.min()), float(sizes[losses.argmin()])
-
-
-def measure_chinchilla(budgets: list[float], irreducible: float, seed: int) -> list[Measurement]:
-    """Return losses with 0.3 % of noise of five sizes at each budget, whose middle is not quite the best size."""
-    generator, runs = np.random.default_rng(seed), []
-    for budget in budgets:
-        sizes = best_loss(budget, irreducible)[1] * np.geomspace(0.5, 2, 5) * math.exp(generator.uniform(-0.3, 0.3))
-        losses = chinchilla(sizes, budget, irreducible) * (1 + 0.003 * generator.standard_normal(5))
-        runs += [Measurement(budget, *run) for run in zip(sizes, budget / 6 / sizes, losses, strict=True)]
-    return runs
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("irreducible", "draws", "budgets"), [(1.69, 10, 4), (0.0, 5, 4), (1.0, 5, 4), (1.69, 5, 5)], ids=str
@@ -86,10 +65,10 @@ def test_the_interval_covers_the_truth_with_an_irreducible_loss_from_four_budget
     irreducible: float, draws: int, budgets: int
 ) -> None:
     flops = [1e17 * 10 ** (index / 2) for index in range(budgets)]
-    truth = best_loss(10 * flops[-1], irreducible)[0]
+    truth = best(10 * flops[-1], irreducible)[0]
     covered = 0
     for seed in range(draws):
-        runs = measure_chinchilla(flops, irreducible, seed)
+        runs = draw_sweep(flops, irreducible, seed)
         prediction = predict(runs, fit_scaling_law(runs), 10 * flops[-1])
         covered += prediction.low <= truth <= prediction.high
         assert prediction.high - prediction.low < 0.15 * truth
