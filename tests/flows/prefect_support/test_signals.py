@@ -33,9 +33,10 @@ SIGNALS = [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated), (si
 
 @pytest.fixture(autouse=True)
 def _signal_handlers() -> Iterator[None]:
-    """Handle SIGINT, which a shell's background jobs ignore, and restore the handlers after the test."""
+    """Handle SIGINT, which a shell's background jobs ignore, and SIGHUP, which nohup ignores; restore both later."""
     before = {number: signal.getsignal(number) for number, _ in SIGNALS}
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
