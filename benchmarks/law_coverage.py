@@ -2,14 +2,15 @@
 
 ``python -m benchmarks.law_coverage [--draws 1000]``. A draw has trainings of five sizes at each budget, whose losses
 are those of the surface of Hoffmann et al. 2022 (equation 10), with its irreducible loss or without one, and noise. The
-law is fitted to them, and predicts the loss at ten times the largest budget. Prints JSON: for each case the draws whose
-95 % interval holds the true loss, those whose interval is above it, those without a law, because a budget has no
-minimum, and the median width of the interval in percent of the loss.
+law of the minima and that of the surface are fitted to them, and predict the loss at ten times the largest budget.
+Prints JSON: for each case the draws whose 95 % interval holds the true loss, those whose interval is above it, those
+without a law, because a budget has no minimum, and the median width of the interval in percent of the loss.
 """
 
 import argparse
 import json
 import math
+from collections.abc import Callable, Sequence
 from itertools import product
 from statistics import median
 from typing import Any
@@ -17,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from lm.common.errors import UserError
-from lm.experiments.scaling_law import Measurement, fit_scaling_law, predict
+from lm.experiments.loss_surface import fit_loss_surface, predict_by_surface
+from lm.experiments.scaling_law import Measurement, Prediction, fit_scaling_law, predict
 
 _NOISE = 0.003  # standard deviation of a loss, relative
 _SIZES = np.geomspace(1 / 3, 3, 5)  # over the best size
@@ -46,7 +48,22 @@ def draw_sweep(budgets: list[float], irreducible: float, seed: int) -> list[Meas
     return runs
 
 
-def count(budgets: list[float], irreducible: float, draws: int) -> dict[str, Any]:
+def by_minima(runs: Sequence[Measurement], budget: float) -> Prediction:
+    """Predict by the law of the minima."""
+    return predict(runs, fit_scaling_law(runs), budget)
+
+
+def by_surface(runs: Sequence[Measurement], budget: float) -> Prediction:
+    """Predict by the surface of all trainings."""
+    return predict_by_surface(runs, fit_loss_surface(runs), budget)
+
+
+def count(
+    predict_loss: Callable[[Sequence[Measurement], float], Prediction],
+    budgets: list[float],
+    irreducible: float,
+    draws: int,
+) -> dict[str, Any]:
     """Return the figures of one case."""
     target = 10 * budgets[-1]
     truth = best(target, irreducible)[0]
@@ -55,13 +72,14 @@ def count(budgets: list[float], irreducible: float, draws: int) -> dict[str, Any
     for seed in range(draws):
         runs = draw_sweep(budgets, irreducible, seed)
         try:
-            prediction = predict(runs, fit_scaling_law(runs), target)
+            prediction = predict_loss(runs, target)
         except UserError:
             continue
         held += prediction.low <= truth <= prediction.high
         above += truth < prediction.low
         widths.append(100 * (prediction.high - prediction.low) / truth)
     return {
+        "law": predict_loss.__name__.replace("_", " "),
         "budgets": len(budgets),
         "irreducible loss": irreducible,
         "held": held,
@@ -75,9 +93,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=1000)
     draws = parser.parse_args().draws
-    for irreducible, number in product((_IRREDUCIBLE, 0.0), (4, 5)):
+    for predict_loss, irreducible, number in product((by_minima, by_surface), (_IRREDUCIBLE, 0.0), (4, 5)):
         budgets = [1e17 * 10 ** (index / 2) for index in range(number)]
-        print(json.dumps(count(budgets, irreducible, draws)), flush=True)
+        print(json.dumps(count(predict_loss, budgets, irreducible, draws)), flush=True)
 
 
 if __name__ == "__main__":

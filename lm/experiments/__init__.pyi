@@ -11,6 +11,9 @@ from .gate import compare_size as compare_size
 from .gate import decide as decide
 from .gate import fit_loss_law as fit_loss_law
 from .gate import judge as judge
+from .loss_surface import LossSurface as LossSurface
+from .loss_surface import fit_loss_surface as fit_loss_surface
+from .loss_surface import predict_by_surface as predict_by_surface
 from .report import SweepReport as SweepReport
 from .scaling_law import Measurement as Measurement
 from .scaling_law import Prediction as Prediction

@@ -204,6 +204,25 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _loss_surface(content: dict[str, Any] | None) -> Iterator[str]:
+    """Show the loss over parameters and tokens, and what it predicts."""
+    if content is None:
+        return
+    fit, prediction = content["fit"], content["prediction"]
+    text = (
+        f"Loss over parameters and tokens, from all trainings: {fit['irreducible_loss']:.4g} + "
+        f"{fit['parameter_scale']:.4g} · (parameters / {fit['middle_parameters']:.4g})^-{fit['parameter_exponent']:.4f}"
+        f" + {fit['token_scale']:.4g} · (tokens / {fit['middle_tokens']:.4g})^-{fit['token_exponent']:.4f}; the losses "
+        f"are {100 * fit['noise']:.2f} % around it."
+    )
+    if prediction:
+        text += (
+            f" For {prediction['budget']:.3g} FLOPs it predicts {prediction['loss']:.4f}, 95 % interval "
+            f"{prediction['low']:.4f} to {prediction['high']:.4f}, with {prediction['parameters']:.4g} parameters."
+        )
+    yield text
+
+
 def _scaling_law(content: dict[str, Any], check: "list[TrialResult]", unit: str) -> Iterator[str]:
     """Show the parabola of each budget, the power law through their minima, and the prediction with its check."""
     from lm.experiments.scaling_law import MIN_BUDGETS_FOR_IRREDUCIBLE_LOSS, Parabola
@@ -239,6 +258,7 @@ def _scaling_law(content: dict[str, Any], check: "list[TrialResult]", unit: str)
         formula = f"{offset}{fitted['coefficient']:.4g} · FLOPs^{fitted['exponent']:.4f}"
         laws.append((name, formula, f"{fitted['exponent_error']:.4f}"))
     yield table(("of the best size", "law", "standard error of the exponent"), laws)
+    yield from _loss_surface(content["surface"])
     if not prediction:
         return
     has_few = len(parabolas) < MIN_BUDGETS_FOR_IRREDUCIBLE_LOSS

@@ -255,12 +255,18 @@ def _content_schema(name: str) -> "TypeAdapter[Any]":
 
         return TypeAdapter(Trial)
     if name == "law.json":
+        from lm.experiments.loss_surface import LossSurface
         from lm.experiments.scaling_law import Measurement, Prediction, ScalingLaw
+
+        class Surface(_Schema):
+            fit: LossSurface
+            prediction: Prediction | None
 
         class Law(_Schema):
             measurements: list[Measurement]
             law: ScalingLaw
             prediction: Prediction | None
+            surface: Surface | None
             best_of_largest_budget: _Size
 
         return TypeAdapter(Law)

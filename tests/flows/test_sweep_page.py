@@ -17,6 +17,7 @@ from flows.config import PipelineConfig
 from flows.sweep import make_report
 from flows.sweep_config import SweepConfig, load_sweep
 from lm.experiments.axes import Axis
+from lm.experiments.loss_surface import fit_loss_surface, predict_by_surface
 from lm.experiments.report import table_rows
 from lm.experiments.scaling_law import Measurement, fit_scaling_law, predict
 from lm.experiments.trial import TrialResult
@@ -91,10 +92,18 @@ def test_the_page_says_on_what_a_prediction_depends(budgets: int) -> None:
         for size in flops**0.5 * np.array([0.3, 0.6, 1.2, 2.4])
     ]
     law = fit_scaling_law(runs)
-    content = {"measurements": [*map(asdict, runs)], "law": asdict(law), "prediction": asdict(predict(runs, law, 3e14))}
+    surface = fit_loss_surface(runs)
+    by_surface = {"fit": asdict(surface), "prediction": asdict(predict_by_surface(runs, surface, 3e14))}
+    content = {
+        "measurements": [*map(asdict, runs)],
+        "law": asdict(law),
+        "prediction": asdict(predict(runs, law, 3e14)),
+        "surface": by_surface if budgets == 4 else None,
+    }
     page = "\n\n".join(_scaling_law(content, [], "bits per byte"))
     assert ("if the power law goes on" in page) == (budgets < 4)
     assert (re.search(r"loss \| 1\.7\d* \+ [\d.]+ · FLOPs", page) is not None) == (budgets == 4)
+    assert ("For 3e+14 FLOPs it predicts" in page) == (budgets == 4)
 
 
 def test_variables_with_the_names_of_results_keep_their_columns() -> None:

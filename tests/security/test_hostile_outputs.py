@@ -57,6 +57,7 @@ CONTENTS: dict[str, Any] = {
         "measurements": [asdict(Measurement(1e12, 1e6, 1e5, 3.0))],
         "law": asdict(_LAW),
         "prediction": None,
+        "surface": None,
         "best_of_largest_budget": 0,
     },
 }
