@@ -81,8 +81,8 @@ def train_superwords(
     First merges that could join a letter with the word after it, such as of a no-break space with a space, are left
     out with those that need them. Special tokens end a segment. ``pattern``: that of the first merges. ``threads``
     (default: one per CPU core) does not affect the result. Calls ``progress`` with the number of merges learned.
-    Memory: 128 MB for each thread, and the different pieces of segments; it hardly grows with the text. Raises
-    UserError for a pattern that has no segments, for text that is not UTF-8, and for too many pieces.
+    Memory: 64 MB for each thread, and the different pieces of segments, whose number grows more slowly than the text.
+    Raises UserError for a pattern that has no segments, for text that is not UTF-8, and for too many pieces.
     """
     first_merges = keep_word_merges(merges)
     specials = [special.encode() for special in special_tokens]

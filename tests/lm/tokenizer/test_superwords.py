@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lm.tokenizer.superwords
+from lm.checkpoint.gguf.tokenizer_metadata import check_tokenizer
 from lm.common.errors import InvalidUtf8Error, UserError
 from lm.text.demo_corpus import demo_stories
 from lm.text.patterns import MAX_SEGMENT_WORDS, PATTERNS, SEGMENT_PATTERNS, segment_pattern
@@ -179,6 +180,8 @@ def test_bad_input_is_named(trained: Tokenizer) -> None:
         [*trained.encode_blocks([b"of the \xff end"])]
     with pytest.raises(UserError, match="does not work with the pattern o200k"):
         TokenizerConfig(vocab_size=400, superwords=10, pattern="o200k")
+    with pytest.raises(UserError, match="'gpt2 with superwords' cannot be exported to GGUF"):
+        check_tokenizer(trained, trained.size)
     with pytest.raises(UserError, match="superwords 144 is too large: a vocab_size of 400 leaves 143 merges"):
         TokenizerConfig(vocab_size=400, superwords=144)
 
