@@ -161,8 +161,10 @@ def prepare_text(config: PipelineConfig, inputs: PipelineInputs, executor: Execu
         choice = executor.finish(executor.call(budget, texts, amount, machine_kind(config.execution)))
         chosen = executor.read(read_choice, choice, config.tokenizer)
         chunk_config, tokenizer_config, model_config, train_config = chosen
-    train_cuts = executor.map(chunk_group, "chunk-train", train_texts, specials, pattern, chunk_config)
-    valid_cuts = executor.map(chunk_group, "chunk-valid", valid_texts, specials, pattern, chunk_config)
+    # Superwords may lie across the places where text can be cut between words.
+    cut_pattern = pattern if start else tokenizer_config.document_pattern
+    train_cuts = executor.map(chunk_group, "chunk-train", train_texts, specials, cut_pattern, chunk_config)
+    valid_cuts = executor.map(chunk_group, "chunk-valid", valid_texts, specials, cut_pattern, chunk_config)
     chunks = executor.finish(executor.call(chunk, train_cuts, valid_cuts))
     return ChunkedText(
         executor.read(read_groups, chunks, train_texts, train_cuts, "train"),
@@ -183,7 +185,9 @@ def train_tokenizer(text: ChunkedText, executor: Executor) -> Ref:
         batches = [parts[first : first + _COUNTS_PER_SUM] for first in range(0, len(parts), _COUNTS_PER_SUM)]
         parts = executor.map(count_sum, "count-sum", batches)
     counts = executor.finish(executor.call(count, parts))
-    return executor.finish(executor.call(merge, counts, text.tokenizer))
+    # Only superwords are learned from the text itself, and only then is it in the key.
+    superword_arguments = [text.train, *text.tables] if text.tokenizer.superwords else []
+    return executor.finish(executor.call(merge, counts, text.tokenizer, *superword_arguments))
 
 
 def encode_text(

@@ -112,10 +112,16 @@ def exact_dtype(directory: Path) -> torch.dtype:
     It is float32, or the 16-bit dtype of all tensors in Hugging Face's files. Raises UserError if a file is missing or
     damaged.
     """
-    if is_gguf(directory) or is_peft(directory) or not (directory / "config.json").exists():
+    is_other = is_gguf(directory) or is_peft(directory) or _is_meta(directory)
+    if is_other or not (directory / "config.json").exists():
         return torch.float32
     dtypes = {tensor.dtype for tensor in read_weights(directory).values()}
     return dtypes.pop() if dtypes in ({torch.bfloat16}, {torch.float16}) else torch.float32
+
+
+def _is_meta(directory: Path) -> bool:
+    has_meta_weights = any(directory.glob("consolidated.*.pth"))
+    return (directory / "params.json").exists() and (has_meta_weights or not (directory / "config.json").exists())
 
 
 def load_any_model(
@@ -135,8 +141,7 @@ def load_any_model(
         return load_gguf(directory, max_seq_len, device, dtype)
     if is_peft(directory):
         return fuse_peft(load_any_model(base_of_peft(directory), device, max_seq_len, dtype), directory)
-    has_meta_weights = any(directory.glob("consolidated.*.pth"))
-    if (directory / "params.json").exists() and (has_meta_weights or not (directory / "config.json").exists()):
+    if _is_meta(directory):
         return load_meta(directory, _META_CONTEXT_LENGTH if max_seq_len is None else max_seq_len, device, dtype)
     if (directory / "config.json").exists():
         return load_hugging_face(directory, max_seq_len, device, dtype)

@@ -14,8 +14,8 @@ from lm.experiments.scaling_law import Array, Measurement, Prediction
 
 _DRAWS = 300  # of the bootstrap
 _SEED = 0
-_EXPONENTS = np.geomspace(0.03, 1.5, 20)  # that are tried for alpha and for beta
-_STEPS = 60  # of the search from the best exponents of the grid
+_EXPONENTS = np.geomspace(0.03, 1.5, 20)  # that are tried for alpha and for beta; none is beyond them
+_STEPS = 80  # of the search from the best exponents of the grid
 _FITTED = 5  # numbers that describe a surface
 
 
@@ -121,8 +121,8 @@ def _fit(points: tuple[Array, Array, Array], targets: Array) -> tuple[Array, Arr
     """Fit surfaces to relative losses (draws, N): (E, A, B) (draws, 3), exponents (draws, 2), squared errors (draws,).
 
     At given exponents the other numbers are those of least squares. The exponents are searched on a grid. From the best
-    of each draw, the search goes to the best of eight neighbours, and halves the distance to them if none is better.
-    The error is infinite if no surface falls in both directions.
+    of each draw, the search goes to the best of eight neighbors, then farther; if none is better, half as far. The
+    error is infinite if no surface falls in both directions.
     """
     grid = np.stack(np.meshgrid(_EXPONENTS, _EXPONENTS), axis=-1).reshape(1, -1, 2)
     scales, exponents, errors = _choose(points, targets, grid)
@@ -130,8 +130,9 @@ def _fit(points: tuple[Array, Array, Array], targets: Array) -> tuple[Array, Arr
     around = np.stack(np.meshgrid(*[(-1.0, 0.0, 1.0)] * 2), axis=-1).reshape(1, -1, 2)
     for _ in range(_STEPS):
         before = errors
-        scales, exponents, errors = _choose(points, targets, exponents[:, None] * np.exp(distances * around))
-        distances = np.where((errors < before)[:, None, None], distances, distances / 2)
+        neighbors = np.clip(exponents[:, None] * np.exp(distances * around), _EXPONENTS[0], _EXPONENTS[-1])
+        scales, exponents, errors = _choose(points, targets, neighbors)
+        distances = distances * np.where(errors < before, 1.5, 0.5)[:, None, None]
     return scales, exponents, errors
 
 

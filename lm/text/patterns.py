@@ -49,10 +49,44 @@ PATTERNS = {
 }
 PATTERN_NAMES: dict[Pattern, str] = {pattern: name for name, pattern in PATTERNS.items()}
 
+MAX_SEGMENT_WORDS = 16
+
+
+def _join_words(pattern: str, first: str, following: str) -> str:
+    """Return ``pattern`` with ``following`` words after its alternatives ``first``, with which it must begin."""
+    rest = pattern.removeprefix(first)
+    return f"(?:{first})(?:{following}){{0,{MAX_SEGMENT_WORDS - 1}}}{rest}"
+
+
+_CONTRACTIONS = r"'(?:[sdmt]|ll|ve|re)", r"'(?i:[sdmt]|ll|ve|re)", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LLAMA3_WORD, _CL100K_WORD = r"|[^\r\n\p{L}\p{N}]?\p{L}+", r"|[^\r\n\p{L}\p{N}]?+\p{L}++"
+_WORDS = {
+    "gpt2": (rf"{_CONTRACTIONS[0]}| ?\p{{L}}+", rf"{_CONTRACTIONS[0]}| \p{{L}}+"),
+    "cl100k": (_CONTRACTIONS[1] + _CL100K_WORD, rf"{_CONTRACTIONS[1]}|[ ']\p{{L}}++"),
+    "llama3": (_CONTRACTIONS[2] + _LLAMA3_WORD, rf"{_CONTRACTIONS[2]}|[ ']\p{{L}}+"),
+    "qwen2": (_CONTRACTIONS[2] + _LLAMA3_WORD, rf"{_CONTRACTIONS[2]}|[ ']\p{{L}}+"),
+}
+SEGMENT_PATTERNS = {name: _join_words(PATTERNS[name], *words) for name, words in _WORDS.items()}
+"""By the name of a pattern: the pattern of its segments, which superwords may not leave. A segment is a pretoken of the
+pattern, or up to 16 words in a row: each but the first begins with one space, or with the apostrophe of a contraction,
+and follows a letter."""
+SEGMENT_PATTERN_NAMES: dict[Pattern, str] = {pattern: name for name, pattern in SEGMENT_PATTERNS.items()}
+
+
+def segment_pattern(pattern: Pattern) -> str:
+    """Return the pattern of the segments of a resolved pattern. Raises UserError if it has none."""
+    name = PATTERN_NAMES.get(pattern)
+    if name not in SEGMENT_PATTERNS:
+        raise UserError(
+            f"tokenizer.superwords does not work with the pattern {name or pattern}. Use one of "
+            f"{', '.join(SEGMENT_PATTERNS)}, or set tokenizer.superwords to 0."
+        )
+    return SEGMENT_PATTERNS[name]
+
 
 def has_compiled_scanner(pattern: Pattern) -> bool:
     """Return whether the kernels find the pretokens of a resolved pattern."""
-    return pattern in PATTERN_NAMES
+    return pattern in PATTERN_NAMES or pattern in SEGMENT_PATTERN_NAMES
 
 
 @cache

@@ -80,7 +80,7 @@ def train_merges(
         del counts  # frees the memory of the pretokens for their pairs
         pa.default_memory_pool().release_unused()
         training = find_pairs(make_training(corpus, len(tokens), max_merges), length, threshold)
-        pairs = _learn_merges(training, length, max_merges, threshold, min_frequency, progress)
+        pairs = learn_pairs(training, length, max_merges, threshold, min_frequency, progress)
     merges: Merges = []
     for left, right in pairs.tolist():
         merges.append((tokens[left], tokens[right]))
@@ -119,7 +119,7 @@ def _make_corpus(counts: pa.Table, vocab_size: int) -> tuple[Corpus, int]:
     return corpus, length
 
 
-def _learn_merges(
+def learn_pairs(
     training: Training,
     length: int,
     max_merges: int,

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 # The cache of encoded pretokens; each thread has its own.
 _INITIAL_CACHE_SLOTS = 1 << 16
-_MAX_CACHE_SLOTS = 1 << 20  # 32 MB
+MAX_CACHE_SLOTS = 1 << 20  # 32 MB
 _CACHE_ARENA_BYTES = 16 << 20
 _MAX_COPIED_IDS = 1 << 20  # a larger array of ids is not copied: the caller gets the buffer itself
 
@@ -52,7 +52,7 @@ class FastEncoder:
         scanner = SCANNERS[PATTERN_NAMES[pattern]]
         self._rules, self._classes = scanner.rules, scanner_classes(scanner, tables)
         self._kernel_name = f"encoding {dtype.name}{scanner.kernel_suffix}"
-        self._max_slots = _MAX_CACHE_SLOTS
+        self._max_slots = MAX_CACHE_SLOTS
         self._idle: list[EncoderState] = []  # append and pop of a list are thread-safe
         lengths, is_whole = np.diff(arrays.ends), arrays.is_whole.astype(bool)
         merges = arrays.merges[arrays.reachable]
@@ -62,6 +62,7 @@ class FastEncoder:
         token_lengths = lengths_by_id[token_ids]
         nodes = np.zeros(max(token_ids.max(), part_ids.max(initial=0)) + 1, np.int32)  # token id → node + 1
         nodes[token_ids] = np.arange(1, len(token_ids) + 1)
+        self.nodes = nodes - 1
         parts = np.ascontiguousarray(nodes[part_ids] - 1)
         parts[parts < 0] = len(token_ids)  # no merge makes the part; so this node never is in a text
         id_lengths = np.zeros(len(nodes), np.int32)
@@ -70,6 +71,16 @@ class FastEncoder:
         with log_compilation("pair table"):
             self._merge_table = make_merge_table(token_ids.astype(np.uint32), token_lengths, id_lengths, parts)
             self._whole_tokens = make_token_table(*whole)
+
+    def make_state(self, max_slots: int = MAX_CACHE_SLOTS) -> EncoderState:
+        """Return the state of one thread, with an empty cache."""
+        return EncoderState(
+            self._merge_table,
+            self._whole_tokens,
+            make_queue(len(self._merge_table.parts)),
+            make_table(min(max_slots, _INITIAL_CACHE_SLOTS), _CACHE_ARENA_BYTES),
+            make_workspace(SCAN_BYTES),
+        )
 
     def encode(
         self, blocks: Iterable[bytes], specials: Specials, window: int = WINDOW
@@ -81,13 +92,7 @@ class FastEncoder:
         try:
             state = self._idle.pop()
         except IndexError:
-            state = EncoderState(
-                self._merge_table,
-                self._whole_tokens,
-                make_queue(len(self._merge_table.parts)),
-                make_table(min(self._max_slots, _INITIAL_CACHE_SLOTS), _CACHE_ARENA_BYTES),
-                make_workspace(SCAN_BYTES),
-            )
+            state = self.make_state(self._max_slots)
         cursor, out = new_cursor(), np.empty(0, self.dtype)
         try:
             for buffer, end, final in text_windows(blocks, cursor, window):

@@ -31,7 +31,7 @@ from lm.kernels.bpe.scanners.registry import SCANNERS
 from lm.kernels.jit import ARENA_FULL, INVALID_UTF8, WORKSPACE_FULL, log_compilation
 from lm.text.character_tables import installed_tables, scanner_classes
 from lm.text.chunks import FilePart, split_files
-from lm.text.patterns import PATTERN_NAMES, has_compiled_scanner, resolve_pattern, warn_of_slow_pattern
+from lm.text.patterns import PATTERN_NAMES, resolve_pattern, warn_of_slow_pattern
 from lm.text.pretokenize import GPT2_PATTERN, Pattern, split_at_safe_cuts
 from lm.text.text_windows import WINDOW, not_utf8, text_windows
 from lm.text.utf8 import decode_utf8_blocks
@@ -92,7 +92,7 @@ def count_pretokens(
     the count. Raises UserError if a text is not UTF-8.
     """
     pattern = resolve_pattern(pattern)
-    if not has_compiled_scanner(pattern):
+    if pattern not in PATTERN_NAMES:
         warn_of_slow_pattern(pattern)
         yield from _count_custom_pattern(texts, special_tokens, pattern, memory_bytes)
         return
@@ -113,22 +113,27 @@ def count_pretokens(
                 elif status <= INVALID_UTF8:
                     raise not_utf8(buffer, cursor, INVALID_UTF8 - status)
                 elif table.used[0]["slots"] and _is_full(table, memory_bytes):
-                    yield _table_from_slots(table)
+                    yield table_from_slots(table)
                     table = make_table(len(table.slots) // SLOT_WORDS, len(table.arena))
                 elif status == ARENA_FULL:
                     table = grow_arena(table, 2 * end)
                 else:
                     table = grow_table(table, 2)
-    yield _table_from_slots(table)
+    yield table_from_slots(table)
+
+
+def is_long(table: Table) -> bool:
+    """Return whether a larger table would have more bytes than the offsets of a column can count."""
+    return bool(table.used[0]["pretoken_bytes"] > _MAX_COLUMN_BYTES)
 
 
 def _is_full(table: Table, memory_bytes: int) -> bool:
-    """Return whether a larger table would exceed the memory, or the bytes that the offsets of a column can count."""
-    is_long = table.used[0]["pretoken_bytes"] > _MAX_COLUMN_BYTES
-    return bool(is_long or 3 * (table.slots.nbytes + table.arena.nbytes) > memory_bytes)
+    """Return whether a larger table would exceed the memory, or be too long for a column."""
+    return is_long(table) or 3 * (table.slots.nbytes + table.arena.nbytes) > memory_bytes
 
 
-def _table_from_slots(table: Table) -> pa.Table:
+def table_from_slots(table: Table) -> pa.Table:
+    """Return the pretokens of a kernel's table and their counts, with the columns of :data:`SCHEMA`."""
     rows = int(table.used[0]["slots"])
     data = np.empty(int(table.used[0]["pretoken_bytes"]) + 16, np.uint8)
     ends, counts = np.zeros(rows + 1, np.int32), np.empty(rows, np.int64)
@@ -230,7 +235,7 @@ def count_files(
         try:
             for table in count_pretokens(texts(), special_tokens, pattern):
                 with lock:
-                    _append_counts(tables, table)
+                    append_counts(tables, table)
         except BaseException as error:
             pending.clear()  # stops the other threads
             if isinstance(error, InvalidUtf8Error):
@@ -243,7 +248,7 @@ def count_files(
     return sum_counts(tables)
 
 
-def _append_counts(tables: list[pa.Table], table: pa.Table) -> None:
+def append_counts(tables: list[pa.Table], table: pa.Table) -> None:
     """Append a table, and replace the tables by their sum whenever they have twice the size of their first."""
     tables.append(table)
     if sum(table.nbytes for table in tables) > max(DEFAULT_MEMORY_BYTES, 2 * tables[0].nbytes):
@@ -279,7 +284,7 @@ def _sum_partition(parts: Sequence[Path], partition: int) -> pa.Table:
     tables: list[pa.Table] = []
     for part in parts:
         with _open(part) as file:
-            _append_counts(tables, _read(part, file, partition))
+            append_counts(tables, _read(part, file, partition))
     return sum_counts(tables)
 
 

@@ -16,7 +16,7 @@ from lm.common.errors import UserError
 from lm.kernels.bpe.pretokens import Specials, pack_specials
 from lm.text.character_tables import PUBLISHED_TABLES, installed_tables, warn_of_other_tables
 from lm.text.normalize import check_normalizer
-from lm.text.patterns import has_compiled_scanner, resolve_patterns, warn_of_slow_pattern
+from lm.text.patterns import SEGMENT_PATTERN_NAMES, has_compiled_scanner, resolve_patterns, warn_of_slow_pattern
 from lm.text.pretokenize import GPT2_PATTERN, JIEBA, check_special_tokens, split_at_safe_cuts
 from lm.text.text_windows import WINDOW
 from lm.text.utf8 import decode_utf8_blocks, encode_utf8, encode_utf8_blocks
@@ -37,6 +37,7 @@ from lm.tokenizer.formats import tiktoken, tokenizer_config, tokenizer_json, voc
 from lm.tokenizer.formats.tokenizer_config import TokenizerParts
 from lm.tokenizer.pattern_process import PatternProcesses, encode_job, map_pieces
 from lm.tokenizer.reference import PlainEncoder
+from lm.tokenizer.superword_encoder import SuperwordEncoder
 
 LLAMA3_BEGIN = "<|begin_of_text|>"
 _MIN_CACHED_SIZE = 1 << 13  # tokens; fewer are read in some 30 ms
@@ -66,7 +67,7 @@ class Tokenizer:
     Raises UserError if the vocabulary lacks a token of the merges, an id is too large, or a token is invalid.
     """
 
-    _fast_encoder: FastEncoder | None = None
+    _fast_encoder: FastEncoder | SuperwordEncoder | None = None
     _arrays: TokenizerArrays  # if there is a fast encoder
 
     def __init__(
@@ -97,7 +98,7 @@ class Tokenizer:
             if has_compiled_scanner(self.pattern):
                 added = set(self.added_ids.values()) if ignore_merges else None
                 arrays = make_arrays(self.vocab, ids, self.merges, added)
-                if can_encode(arrays):
+                if can_encode(arrays) and not (ignore_merges and self.pattern in SEGMENT_PATTERN_NAMES):
                     self._use_arrays(arrays)
             if not self._fast_encoder:
                 self._plain_encoder  # noqa: B018
@@ -125,7 +126,8 @@ class Tokenizer:
 
     def _use_arrays(self, arrays: TokenizerArrays) -> None:
         self._arrays = arrays
-        self._fast_encoder = FastEncoder(arrays, token_dtype(self.size), self.pattern, self.character_tables)
+        encoder = SuperwordEncoder if self.pattern in SEGMENT_PATTERN_NAMES else FastEncoder
+        self._fast_encoder = encoder(arrays, token_dtype(self.size), self.pattern, self.character_tables)
 
     @classmethod
     def from_files(
@@ -261,6 +263,13 @@ class Tokenizer:
                     yield from self._encode_simple(map(encode_utf8, run), [], window)
                 else:
                     yield np.array([self.added_ids[token.content] for token in run], token_dtype(self.size))
+
+    def segment_encoder(self) -> SuperwordEncoder:
+        """Return the compiled encoder of a pattern of segments. Raises UserError for another pattern or too many
+        merges."""
+        if isinstance(self._fast_encoder, SuperwordEncoder):
+            return self._fast_encoder
+        raise UserError("Superwords need a pattern of segments and fewer merges; choose a smaller vocab_size.")
 
     def _encode_simple(
         self, blocks: Iterable[bytes], tokens: Sequence[AddedToken], window: int

@@ -1,6 +1,6 @@
 """Pages of a tokenizer, and of a comparison of tokenizers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,11 +11,14 @@ from tasks.pages.markdown import code, escape_markdown, table
 if TYPE_CHECKING:
     from lm.tokenizer.compare import Comparison
     from lm.tokenizer.config import TokenizerConfig
+    from tasks.runtime.inputs import Ranges
     from tasks.runtime.output import Output
     from tasks.runtime.run_context import Attempt
 
 
-def merge(out: "Attempt", counts: "Output", config: "TokenizerConfig") -> Iterator[str]:
+def merge(
+    out: "Attempt", counts: "Output", config: "TokenizerConfig", text: Sequence["Ranges"] = (), tables: str = ""
+) -> Iterator[str]:
     """Show the tokenizer: its size, a sentence in tokens, and the lengths of the tokens."""
     from lm.tokenizer.tokenizer import Tokenizer
 
@@ -30,11 +33,16 @@ def merge(out: "Attempt", counts: "Output", config: "TokenizerConfig") -> Iterat
             f"{rare['unique']:,} rare pretokens, {100 * rare['share']:.2f} % of all occurrences, were left out "
             f"(`tokenizer.min_count` is {config.min_count})."
         )
-    text = (
+    if superwords := out.figures.get("superwords"):
+        yield (
+            f"The last {superwords['merges']:,} merges may cross words. They were learned from "
+            f"{superwords['tokens']:,} tokens; each pair occurred at least {superwords['min_frequency']:,} times."
+        )
+    sentence = (
         "Once upon a time there wasn't any tokenizer: in 1994 «byte pair encoding» only compressed files. "
         "Naïve café, 東京 and 🙂 cost more tokens than plain words do."
     )
-    tokens = token_texts(tokenizer, text)
+    tokens = token_texts(tokenizer, sentence)
     yield f"### A sentence in {len(tokens)} tokens\n\n" + token_picture(tokens)
     lengths = {
         token_id: len(tokenizer.vocab[token_id]) for token_id in tokenizer.vocab.keys() - tokenizer.special_ids.values()

@@ -12,6 +12,27 @@ from lm.tokenizer.tokenizer import Tokenizer
 def naive_merges(counts: Mapping[bytes, int], max_merges: int, min_frequency: int = 1) -> Merges:
     """Learn merges from pretoken counts; count all pairs again before each merge."""
     words = [([bytes([byte]) for byte in pretoken], count) for pretoken, count in counts.items()]
+    return _merge_words(words, max_merges, min_frequency)
+
+
+def naive_superwords(
+    text: str, merges: Merges, max_merges: int, special_tokens: list[str], pattern: str, share: int
+) -> Merges:
+    """Learn merges in the segments of a text, after ``merges``. A pair occurs at least once in ``share`` tokens."""
+    vocab = {i: bytes([i]) for i in range(256)}
+    vocab |= {256 + i: left + right for i, (left, right) in enumerate(merges)}
+    tokenizer = Tokenizer(vocab, merges, special_tokens, pattern)
+    segments: list[tuple[list[bytes], int]] = []
+    for piece, is_special in split_special_tokens(text, special_tokens):
+        texts = [piece] if is_special else pretokenize(piece, pattern)
+        for segment in texts:
+            ids = naive_encode(tokenizer, segment, special_tokens)
+            segments.append(([tokenizer.vocab[i] for i in ids], 1))
+    total = sum(len(tokens) for tokens, _ in segments)
+    return merges + _merge_words(segments, max_merges, max(1, total // share))
+
+
+def _merge_words(words: list[tuple[list[bytes], int]], max_merges: int, min_frequency: int) -> Merges:
     merges: Merges = []
     while len(merges) < max_merges:
         pairs: Counter[tuple[bytes, bytes]] = Counter()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lm.checkpoint.external import exact_dtype
 from lm.checkpoint.hugging_face.model_files import load_hugging_face, save_hugging_face
 from lm.checkpoint.training_checkpoint import load_model, step_name
 from lm.model.config import AdapterConfig
@@ -52,6 +53,14 @@ def test_one_tensor_of_more_bits_makes_all_float32(tmp_path: Path) -> None:
     loaded = load_model(import_checkpoint(tmp_path / "model", tmp_path / "root"))
     assert_same_weights(loaded, load_hugging_face(tmp_path / "model", dtype=torch.float32))
     assert torch.equal(loaded.state_dict()["ln_final.weight"], tensors["model.norm.weight"])
+
+
+def test_of_a_directory_with_metas_files_they_are_read(tmp_path: Path) -> None:
+    write_model(tmp_path, torch.bfloat16)
+    assert exact_dtype(tmp_path) == torch.bfloat16
+    (tmp_path / "params.json").touch()
+    (tmp_path / "consolidated.00.pth").touch()
+    assert exact_dtype(tmp_path) == torch.float32
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "nf4"])

@@ -16,7 +16,7 @@ from lm.common.errors import UserError
 from lm.data.chat_template import END_TOKEN, find_template
 from lm.text.character_tables import PUBLISHED_TABLES
 from lm.text.normalize import NORMALIZERS
-from lm.text.patterns import PATTERNS
+from lm.text.patterns import PATTERNS, SEGMENT_PATTERN_NAMES
 from lm.text.pretokenize import GPT2_PATTERN, Pattern
 from lm.tokenizer.added_tokens import AddedToken
 from lm.tokenizer.chat_settings import ChatSettings
@@ -214,6 +214,7 @@ def check_tokenizer(tokenizer: Tokenizer, num_ids: int) -> None:
         )
     names: dict[Pattern, str] = {pattern: name for name, pattern in PATTERNS.items()}
     supported = {names[pattern]: None for pattern, _ in _PRE_NAMES if pattern in names}
+    names |= {pattern: f"{name} with superwords" for pattern, name in SEGMENT_PATTERN_NAMES.items()}
     if (tokenizer.pattern, False) not in _PRE_NAMES:
         raise UserError(
             f"tokenizer.pattern {names.get(tokenizer.pattern, tokenizer.pattern)!r} cannot be exported to GGUF: "

@@ -13,7 +13,7 @@ from lm.common.errors import UserError
 from lm.files.json import read_json
 from lm.text.character_tables import PUBLISHED_TABLES
 from lm.text.normalize import NORMALIZERS
-from lm.text.patterns import DEEPSEEK_SPLITS, PATTERNS
+from lm.text.patterns import DEEPSEEK_SPLITS, PATTERNS, SEGMENT_PATTERNS
 from lm.text.pretokenize import GPT2_PATTERN, JIEBA, Pattern, compile_pattern
 from lm.tokenizer.added_tokens import AddedToken, list_added_tokens, number_tokens
 from lm.tokenizer.formats.oniguruma import from_oniguruma, to_oniguruma
@@ -28,7 +28,7 @@ _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": T
 _PUNCTUATION = r"[\p{P}$+<=>^`|~]"  # of Unicode and of ASCII
 # A pattern that is several in Hugging Face's library. The tokenizer makes one pattern of them again.
 _SPLITS: dict[Pattern, tuple[str, ...]] = {PATTERNS["deepseek"]: DEEPSEEK_SPLITS}
-_KNOWN = {to_oniguruma(pattern): pattern for pattern in PATTERNS.values()}
+_KNOWN = {to_oniguruma(pattern): pattern for pattern in (*PATTERNS.values(), *SEGMENT_PATTERNS.values())}
 
 
 def write_tokenizer_json(path: Path, parts: TokenizerParts) -> None:

@@ -34,7 +34,7 @@ EXPECTED = {
     },
     "decontaminate": {"ngrams": "[2, 64]"},
     "chunk": {"target_bytes": "[1"},
-    "tokenizer": {"vocab_size": "[256", "min_frequency": "[1", "min_count": "[1"},
+    "tokenizer": {"vocab_size": "[256", "min_frequency": "[1", "min_count": "[1", "superwords": "[0"},
     "model": {
         "vocab_size": "[1",
         "context_length": f"[1, {1 << 24}]",

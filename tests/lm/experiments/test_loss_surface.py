@@ -32,7 +32,7 @@ def test_exact_data_are_found(irreducible: float, alpha: float, beta: float) -> 
     runs = measure(irreducible, alpha, beta)
     surface = fit_loss_surface(runs)
     for run in runs:
-        assert surface(run.parameters, run.tokens) == pytest.approx(run.loss, rel=1e-4)
+        assert surface(run.parameters, run.tokens) == pytest.approx(run.loss, rel=1e-3)
     assert surface.flops_per_product == pytest.approx(6)
     assert surface.irreducible_loss == pytest.approx(irreducible, abs=0.1)
     assert surface.parameter_exponent == pytest.approx(alpha, rel=0.1)

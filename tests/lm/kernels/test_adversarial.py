@@ -45,7 +45,7 @@ def with_wide_ids(tokenizer: Tokenizer) -> Tokenizer:
 def with_small_cache(tokenizer: Tokenizer, slots: int, arena_bytes: int) -> Tokenizer:
     """Return the same tokenizer with a small cache of pretokens."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lm.tokenizer.fast_encoder._MAX_CACHE_SLOTS", slots)
+        patch.setattr("lm.tokenizer.fast_encoder.MAX_CACHE_SLOTS", slots)
         patch.setattr("lm.tokenizer.fast_encoder._CACHE_ARENA_BYTES", arena_bytes)
         copy = Tokenizer(tokenizer.vocab, tokenizer.merges, tokenizer.special_tokens)
         copy.encode("a")  # allocates the cache
