@@ -1,7 +1,7 @@
 """Compiled encoder for vocabularies with superwords: tokens of several words.
 
-Gives the same ids as BPE in the order of the ranks on each segment, of which :mod:`lm.tokenizer.reference` is the plain
-form. Merges up to the first that crosses words are done word by word, with a cache of words.
+The ids are those of BPE on each segment, in the order of the ranks; :mod:`lm.tokenizer.reference` is the plain form.
+Merges up to the first that crosses words are done word by word, with a cache of words.
 """
 
 from collections.abc import Iterable, Iterator
