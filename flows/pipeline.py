@@ -15,7 +15,8 @@ from lm.common.errors import UserError
 from lm.experiments.config import parse_budget
 from lm.model.config import AdapterConfig, ModelConfig
 from lm.text.character_tables import tables_identity
-from lm.text.pretokenize import JIEBA, jieba_version
+from lm.text.config import ChunkConfig
+from lm.text.pretokenize import JIEBA, Pattern, jieba_version
 from lm.text.sources import Source
 from lm.tokenizer.config import TokenizerConfig
 from lm.train.config import TrainConfig
@@ -26,7 +27,7 @@ from tasks.encode import encode, encode_group
 from tasks.import_model import find_model_files, import_model
 from tasks.merge import merge
 from tasks.runs.models import RunModel, resolve_model
-from tasks.runtime.inputs import ChunkGroup, read_groups
+from tasks.runtime.inputs import ChunkGroup, TextGroup, read_groups
 from tasks.runtime.output import Ref
 from tasks.runtime.run_context import RunContext
 from tasks.runtime.store import Store
@@ -163,18 +164,25 @@ def prepare_text(config: PipelineConfig, inputs: PipelineInputs, executor: Execu
         chunk_config, tokenizer_config, model_config, train_config = chosen
     # Superwords may lie across the places where text can be cut between words.
     cut_pattern = pattern if start else tokenizer_config.document_pattern
-    train_cuts = executor.map(chunk_group, "chunk-train", train_texts, specials, cut_pattern, chunk_config)
-    valid_cuts = executor.map(chunk_group, "chunk-valid", valid_texts, specials, cut_pattern, chunk_config)
+    groups = cut_text(train_texts, valid_texts, specials, cut_pattern, chunk_config, executor)
+    return ChunkedText(*groups, specials, pattern, tokenizer_config, model_config, train_config, start)
+
+
+def cut_text(
+    train: list[TextGroup],
+    valid: list[TextGroup],
+    specials: list[str],
+    pattern: Pattern,
+    config: ChunkConfig,
+    executor: Executor,
+) -> tuple[list[ChunkGroup], list[ChunkGroup]]:
+    """Cut the training and the validation text into chunks, at special tokens or between words of ``pattern``."""
+    train_cuts = executor.map(chunk_group, "chunk-train", train, specials, pattern, config)
+    valid_cuts = executor.map(chunk_group, "chunk-valid", valid, specials, pattern, config)
     chunks = executor.finish(executor.call(chunk, train_cuts, valid_cuts))
-    return ChunkedText(
-        executor.read(read_groups, chunks, train_texts, train_cuts, "train"),
-        executor.read(read_groups, chunks, valid_texts, valid_cuts, "valid"),
-        specials,
-        pattern,
-        tokenizer_config,
-        model_config,
-        train_config,
-        start,
+    return (
+        executor.read(read_groups, chunks, train, train_cuts, "train"),
+        executor.read(read_groups, chunks, valid, valid_cuts, "valid"),
     )
 
 

@@ -25,7 +25,8 @@ FindLargestBatch = Callable[[ModelConfig, TrainConfig], int]
 _VOCAB_SIZES = [1 << power for power in range(9, 16)]
 _MAX_HEAD_SHARE = 0.35  # of the FLOPs
 _MAX_EPOCHS = 4  # text that is repeated up to here teaches almost as much as new text (Muennighoff et al. 2023)
-_MIN_STEPS, _MIN_BATCH_SIZE = 50, 4
+MIN_STEPS = 50  # of a useful training
+_MIN_BATCH_SIZE = 4
 _EVALUATIONS = 10
 _PROBE_SECONDS = 3.0
 
@@ -138,7 +139,7 @@ def _spend(left: float, choice: Choice, speed: Speed, train_bytes: int, valid_by
     most_tokens = _most_tokens(train_bytes, choice.vocab_size)
     most_steps = int(most_tokens / choice.model.context_length / choice.train.batch_size)
     steps = int((seconds - evaluation) / speed.step_seconds)
-    train = _with_steps(choice.train, min(int(1.5 * steps), most_steps))
+    train = with_steps(choice.train, min(int(1.5 * steps), most_steps))
     train = replace(train, max_seconds=round(max(1.0, seconds), 1))
     return replace(choice, train=train, steps_in_time=steps), seconds
 
@@ -149,9 +150,9 @@ def bytes_per_token(vocab_size: int) -> float:
 
 
 def _check(choice: Choice, valid_bytes: int) -> Choice:
-    if choice.expected_steps < _MIN_STEPS:
+    if choice.expected_steps < MIN_STEPS:
         raise UserError(
-            f"The budget is too small: it pays for fewer than {_MIN_STEPS} steps of the smallest useful training. "
+            f"The budget is too small: it pays for fewer than {MIN_STEPS} steps of the smallest useful training. "
             "Give a larger budget, or less text."
         )
     context, valid_tokens = choice.model.context_length, valid_bytes / bytes_per_token(choice.vocab_size)
@@ -177,7 +178,7 @@ def _fit_machine(choose: Callable[[float], Choice], processes: int, largest_batc
         choice = replace(choice, reasons=[*choice.reasons, reason])
     train = choice.train
     if train.batch_size < processes:
-        train = _with_steps(replace(train, batch_size=processes), train.steps * train.batch_size // processes)
+        train = with_steps(replace(train, batch_size=processes), train.steps * train.batch_size // processes)
     largest, parts = max(processes, largest_batch(choice.model, train)), 1
     while train.batch_size // parts > largest:
         parts *= 2
@@ -229,7 +230,7 @@ def _nearest_shape(target: float, train_bytes: int, below: float) -> ModelConfig
     has enough tokens."""
 
     def has_enough_tokens(shape: ModelConfig) -> bool:
-        fewest = _MIN_STEPS * _MIN_BATCH_SIZE * shape.context_length
+        fewest = MIN_STEPS * _MIN_BATCH_SIZE * shape.context_length
         return _most_tokens(train_bytes, shape.vocab_size or 0) >= fewest
 
     if not (shapes := list(filter(has_enough_tokens, _shapes(train_bytes)))):
@@ -289,10 +290,11 @@ def _with_tokens(choice: Choice, tokens: float) -> TrainConfig:
         decay_fraction=0.5,
         precision="auto",
     )
-    return _with_steps(config, round(tokens / batch_size / context))
+    return with_steps(config, round(tokens / batch_size / context))
 
 
-def _with_steps(config: TrainConfig, steps: int) -> TrainConfig:
+def with_steps(config: TrainConfig, steps: int) -> TrainConfig:
+    """Return the training with this number of steps, at least two. Warm-up and intervals are shares of them."""
     steps = max(2, steps)
     interval = max(1, steps // _EVALUATIONS)
     return replace(

@@ -1,6 +1,6 @@
 """Pages of a tokenizer, and of a comparison of tokenizers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +9,7 @@ from tasks.pages.charts import draw_bars, embed_figure, histogram, new_figure, t
 from tasks.pages.markdown import code, escape_markdown, table
 
 if TYPE_CHECKING:
+    from lm.experiments.equal_flops import LossAtFlops
     from lm.tokenizer.compare import Comparison
     from lm.tokenizer.config import TokenizerConfig
     from tasks.runtime.inputs import Ranges
@@ -91,6 +92,34 @@ def comparison_page(comparison: "Comparison") -> Iterator[str]:
         for name, part in zip(names, comparison.tokenizers.values(), strict=True)
     ]
     yield table(("tokenizer", "tokens", "in the texts", "share", "longest tokens with letters"), rows)
+
+
+def loss_page(losses: "Mapping[str, LossAtFlops]") -> Iterator[str]:
+    """Show the bits per byte of the models that were trained with each tokenizer."""
+    yield "## Bits per byte at equal FLOPs"
+    rows = [(escape_markdown(name), *row) for name, *row in loss_rows(losses)]
+    yield table(("tokenizer", "bits per byte", "standard error", "seeds", "FLOPs", "steps", "tokens"), rows)
+    yield (
+        "Bits per byte of the texts, which were held out, by small models of one architecture with the FLOPs of the "
+        "table each. Less is better. Bytes per token tell the cost of serving, bits per byte the loss."
+    )
+
+
+def loss_rows(losses: "Mapping[str, LossAtFlops]") -> list[tuple[Any, ...]]:
+    """Return a row for each tokenizer: its name, bits per byte, their standard error, and the seeds, FLOPs, steps and
+    tokens of its trainings."""
+    return [
+        (
+            name,
+            f"{loss.bits_per_byte:.4f}",
+            "–" if loss.error is None else f"{loss.error:.4f}",
+            len(loss.seeds),
+            f"{loss.flops:.3e}",
+            loss.steps,
+            loss.tokens,
+        )
+        for name, loss in losses.items()
+    ]
 
 
 def describe(comparison: "Comparison") -> str:

@@ -251,14 +251,29 @@ def resolve_model(name: str, root: str) -> RunModel | DirectoryModel:
 
 
 def resolve_tokenizer(name: str, root: str) -> "TextTokenizer":
-    """Load the tokenizer ``name``: that of a run below ``root``, a local file or directory, or that of ``ORG/NAME`` in
-    the cache of the Hugging Face hub; see :func:`lm.checkpoint.external.load_any_tokenizer`. If empty, that of the
-    latest run.
+    """Load the tokenizer ``name``, see :func:`find_tokenizer` and :func:`lm.checkpoint.external.load_any_tokenizer`.
 
     Raises UserError if there is no such run or file, or if the run has no tokenizer.
     """
     from lm.tokenizer.tokenizer import Tokenizer
 
+    found = find_tokenizer(name, root)
+    if isinstance(found, Output):
+        return Tokenizer.load(found.directory("tokenizer"))
+    from lm.checkpoint.external import load_any_tokenizer  # slow to import: torch
+
+    try:
+        return load_any_tokenizer(found)
+    except OSError as error:
+        raise UserError(f"The tokenizer {name!r} cannot be opened: {str(error).rstrip('.')}.") from None
+
+
+def find_tokenizer(name: str, root: str) -> Output | Path:
+    """Find the tokenizer ``name``: that of a run below ``root``, a local file or directory, or that of ``ORG/NAME`` in
+    the cache of the Hugging Face hub. If empty, that of the latest run.
+
+    Raises UserError if there is no such run or file, or if the run has no tokenizer.
+    """
     store = Store(absolute_root(root))
     runs = list_runs(store)
     named = find_run(store, name) if name else None
@@ -266,7 +281,7 @@ def resolve_tokenizer(name: str, root: str) -> "TextTokenizer":
         stages = (read_run(store, run) or {"stages": {}})["stages"]
         for stage in ("base", "merge", "import"):
             if stage in stages:
-                return Tokenizer.load(read_output(store, Ref(stage, stages[stage]["key"])).directory("tokenizer"))
+                return read_output(store, Ref(stage, stages[stage]["key"]))
     if not name or named:
         command = f"textmill run --root {shlex.quote(root)} --until merge"
         raise UserError(f"{name or root} has no tokenizer; make one with: {command}")
@@ -275,9 +290,7 @@ def resolve_tokenizer(name: str, root: str) -> "TextTokenizer":
         if not path.exists():
             path = _find_snapshot(name) or path
         if path.exists():
-            from lm.checkpoint.external import load_any_tokenizer  # slow to import: torch
-
-            return load_any_tokenizer(path)
+            return path
     except (OSError, RuntimeError) as error:  # RuntimeError: the home directory of an unknown user
         raise UserError(f"The tokenizer {name!r} cannot be opened: {str(error).rstrip('.')}.") from None
     raise UserError(

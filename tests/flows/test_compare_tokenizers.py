@@ -18,6 +18,7 @@ from lm.tokenizer.tokenizer import Tokenizer
 from tasks.pages.tokenizer import comparison_page
 from tasks.runs.models import resolve_tokenizer
 from textmill.cli.main import main
+from textmill.cli.tables import format_comparison
 
 
 @pytest.fixture
@@ -89,6 +90,51 @@ def test_the_flow_publishes_the_page(place: Path) -> None:
     result = tokenizers([str(place / "large")], [str(place / "plain.txt")], str(place / "root"), str(place / "out"))
     artifact: Any = Artifact.get("comparison-tokenizers")
     assert artifact and result.page in str(artifact.data)
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_models_are_trained_with_the_same_flops_and_then_cached(
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from flows.compare_tokenizers import Trainings, tokenizers
+
+    monkeypatch.chdir(place)
+    Path("valid.txt").write_text("The cat sat on the mat, and the dog ran away. " * 60)
+    trainings = Trainings(["demo:300"], 1.5e10, seeds=2)
+    arguments: Any = ["small", "bytes.tiktoken"], ["valid.txt"], "root", "out"
+    result = tokenizers(*arguments, trainings)
+    small, plain = result.losses["small"], result.losses["bytes"]
+    assert len(set(small.seeds)) == len(set(plain.seeds)) == 2 and small.error and plain.error
+    assert small.flops == pytest.approx(1.5e10, rel=0.02) and plain.flops == pytest.approx(1.5e10, rel=0.02)
+    assert plain.tokens > small.tokens  # the smaller head leaves more FLOPs for tokens
+    figures = json.loads(Path("out/comparison.json").read_text())["tokenizers"]["small"]["equal_flops"]
+    assert figures["bits_per_byte"] == sum(small.seeds) / 2 and figures["standard_error"] == small.error
+    assert f"| {small.bits_per_byte:.4f} |" in Path("out/comparison.md").read_text()
+    assert re.search(rf"^small +{small.bits_per_byte:.4f} +{small.error:.4f} +2 ", format_comparison(result), re.M)
+    caplog.clear()
+    assert tokenizers(*arguments, trainings).losses == result.losses
+    assert "Running trial" not in caplog.text
+    with pytest.raises(UserError, match=r"FLOPs pay for .* of a model with the .* ids of wide"):
+        vocab = {n: bytes([n]) for n in range(256)} | {n: f"word{n}".encode() for n in range(256, 9000)}
+        Tokenizer(vocab, []).save_tiktoken("wide.tiktoken")
+        tokenizers(["wide.tiktoken"], ["valid.txt"], "root", "out", trainings)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--train_flops", "1e12"], "name the text to train on"),
+        (["--train_text", "demo:10"], "are for trainings"),
+        (["--seeds", "2"], "are for trainings"),
+        (["--train_flops", "0", "--train_text", "demo:10"], "train_flops"),
+    ],
+)
+def test_options_of_trainings_that_do_not_fit(
+    place: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["tokenizers", str(place / "small"), "--text", str(place / "plain.txt"), "--root", str(place / "root")]
+    assert main([*arguments, *options]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,12 @@ def build_parser(preset: str = "demo", base: PipelineConfig | None = None, only:
     tokenizers.option("text", None, text_help, type=str, action="append", required=True)
     tokenizers.share("root")
     tokenizers.option("out", "", "directory of the files; default: tokenizers/")
+    flops_help = "FLOPs, such as 1e14: train a small model with each tokenizer for bits per byte; default: no training"
+    flops = restricted_number_type("FLOPs", float, [(">", 0), ("<", float("inf"))])
+    tokenizers.option("train_flops", None, flops_help, type=flops | None)
+    train_help = "with --train_flops: text to train on, in any form of --data.train; may be repeated"
+    tokenizers.option("train_text", None, train_help, type=str, action="append")
+    tokenizers.option("seeds", 1, "with --train_flops: models for each tokenizer", type=PositiveInt)
 
     export = add("export", "Export a model for transformers, as a Llama, a Qwen3 or a relative, or for llama.cpp.")
     export.add_argument("path", type=str, help="new or empty directory; with --gguf, a new file")

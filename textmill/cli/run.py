@@ -141,15 +141,21 @@ def profile_command(options: Namespace) -> None:
 
 
 def tokenizers_command(options: Namespace) -> None:
-    """Compare tokenizers and print their figures. Prefect is not started if no server is configured."""
-    from flows.compare_tokenizers import compare
+    """Compare tokenizers and print their figures. Prefect is not started if nothing is trained and no server is
+    configured. Raises UserError if options of the trainings are missing or have no effect."""
+    from flows.compare_tokenizers import Trainings, compare
 
+    if options.train_flops and not options.train_text:
+        raise UserError("--train_flops trains models; name the text to train on, such as --train_text train.txt.")
+    if not options.train_flops and (options.train_text or options.seeds > 1):
+        raise UserError("--train_text and --seeds are for trainings; give their size too, such as --train_flops 1e14.")
+    trainings = Trainings(options.train_text, options.train_flops, options.seeds) if options.train_flops else None
     arguments = options.tokenizers, options.text, options.root, options.out
-    if is_server_configured():
-        with server_for_flow():
+    if trainings or is_server_configured():
+        with GracefulShutdown(), server_for_flow():
             from flows.compare_tokenizers import tokenizers
 
-            result = tokenizers(*arguments)
+            result = tokenizers(*arguments, trainings)
     else:
         result = compare(*arguments)
     print(format_comparison(result))

@@ -17,10 +17,10 @@ from flows.forecast import Forecast
 from flows.prefect_support.deployments import LOCAL_POOL
 from lm.posttrain.config import Method
 from tasks.pages.gate import comparison_rows, verdict_lines
-from tasks.pages.markdown import format_size, shorten
+from tasks.pages.markdown import format_size, plain, shorten
 from tasks.pages.posttrain import percent_with_interval
 from tasks.pages.profile import compute_rows, describe, memory_rows, phase_rows
-from tasks.pages.tokenizer import compression_rows
+from tasks.pages.tokenizer import compression_rows, loss_rows
 from tasks.runs.models import RESULT_STAGES, DirectoryModel, RunModel
 from tasks.runs.run_record import absolute_root, outputs_of
 from tasks.runs.run_report import format_figures
@@ -308,7 +308,8 @@ def format_profile(result: "ProfileResult") -> str:
 
 
 def format_comparison(result: "ComparisonResult") -> str:
-    """Return the bytes per token of each tokenizer on each text as a table, and the paths of the files."""
+    """Return the bytes per token of each tokenizer on each text as a table, the losses of models if there are
+    any, and the paths of the files."""
     names = list(result.comparison.tokenizers)
     width = max(map(len, ["bytes per token", *result.comparison.texts]))
     sizes = [max(8, len(name)) for name in names]
@@ -316,6 +317,12 @@ def format_comparison(result: "ComparisonResult") -> str:
     template = "  ".join([f"{{:<{width}}}  {{:>12,}}", *(f"{{:>{size}.3f}}" for size in sizes)])
     lines = ["", f"{'bytes per token':<{width}}  {'bytes':>12}  {heads}"]
     lines += [template.format(*row) for row in compression_rows(result.comparison)]
+    if result.losses:
+        width = max(map(len, ["bits per byte at equal FLOPs", *result.losses]))
+        columns = ("bits per byte at equal FLOPs", "mean", "error", "seeds", "FLOPs", "steps", "tokens")
+        template = f"{{:<{width}}}  {{:>8}}  {{:>8}}  {{:>5}}  {{:>9}}  {{:>8}}  {{:>14}}"
+        lines += ["", template.format(*columns)]
+        lines += [template.format(*map(plain, row)) for row in loss_rows(result.losses)]
     files = ("page", "comparison.md"), ("figures", "comparison.json")
     return "\n".join([*lines, "", *(f"{name:<8}  {result.directory / file}" for name, file in files)])
 
