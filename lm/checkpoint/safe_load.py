@@ -2,6 +2,7 @@
 
 import os
 import pickle  # nosec B403 # only for the exception type that torch raises
+import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,12 +27,31 @@ PathOrFile = str | os.PathLike[str] | IO[bytes]
 
 
 def save_tensors(state: dict[str, Any], path: Path) -> None:
-    """Write ``state`` with ``torch.save``. Raises OSError if the disk is full or read-only."""
+    """Write ``state`` with ``torch.save``: equal states give equal bytes. Raises OSError if the disk is full or
+    read-only."""
     with path.open("wb") as file:
         try:
-            torch.save(state, file)
+            torch.save(_without_shared_objects(state), file)
         except RuntimeError as error:  # torch's zip writer hides the OSError
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+
+
+def _without_shared_objects(value: Any) -> Any:
+    """Return ``value`` with new containers, and one object for all equal strings.
+
+    Pickle writes an object that occurs twice once, and equal objects each. Of a state that was loaded others are the
+    same than of the state that was saved.
+    """
+    match value:
+        case dict():
+            return {_without_shared_objects(key): _without_shared_objects(entry) for key, entry in value.items()}
+        case list():
+            return [_without_shared_objects(entry) for entry in value]
+        case tuple():
+            return tuple([_without_shared_objects(entry) for entry in value])
+        case str():
+            return sys.intern(value)
+    return value
 
 
 def save_safetensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:

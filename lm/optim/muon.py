@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lm.optim.optimizer import Optimizer
 from lm.optim.shards import gather, local_shard, shard_like
+from lm.optim.weight_decay import decay_weights
 
 
 class Muon(Optimizer):
@@ -19,7 +20,8 @@ class Muon(Optimizer):
     square of its entries is then about 0.2 · ``lr``, as with AdamW, so the two can share lr and weight decay. Each
     matrix of a stack (n, rows, columns), such as those of experts, is updated by itself. The steps are computed in
     ``product_dtype``; bfloat16 is enough for training. Default: the dtype of the parameters. The ranks that share a
-    DTensor all compute the steps of the whole matrix.
+    DTensor all compute the steps of the whole matrix. With ``is_cautious``, weight decay is that of
+    :func:`lm.optim.weight_decay.decay_weights`.
 
     Raises ValueError for a parameter that is neither a matrix nor a stack of matrices.
     """
@@ -31,13 +33,15 @@ class Muon(Optimizer):
         momentum: float = 0.95,
         weight_decay: float = 0.01,
         product_dtype: torch.dtype | None = None,
+        is_cautious: bool = False,
     ) -> None:
         if lr < 0 or weight_decay < 0 or not 0 <= momentum < 1:
             raise ValueError(
                 f"lr {lr}, weight_decay {weight_decay} must be at least 0; momentum {momentum} must be in [0, 1)"
             )
         self.product_dtype = product_dtype
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "is_cautious": is_cautious}
+        super().__init__(params, options)
         for p in (p for group in self.param_groups for p in group["params"]):
             if p.ndim not in (2, 3):  # step would stack vectors and orthogonalize them against each other
                 raise ValueError(f"a parameter has shape {tuple(p.shape)}; Muon takes matrices and stacks of matrices")
@@ -75,9 +79,10 @@ class Muon(Optimizer):
                 if found_inf is not None:
                     updates *= is_applied
                 shards = [local_shard(p) for p in params]
-                torch._foreach_mul_(shards, 1 - is_applied * group["lr"] * group["weight_decay"])
                 scale = 0.2 * math.sqrt(max(shape[-2:]))
                 own_updates = [local_shard(shard_like(x, p)) for x, p in zip(updates.unbind(), params, strict=True)]
+                factor = 1 - is_applied * group["lr"] * group["weight_decay"]
+                decay_weights(shards, own_updates, factor, group["is_cautious"])
                 torch._foreach_add_(shards, own_updates, alpha=-group["lr"] * scale)
         return loss
 

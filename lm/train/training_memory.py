@@ -70,10 +70,10 @@ def predict_training_memory(
 ) -> TrainingMemory:
     """Predict the memory of a process that trains with micro-batches of ``sequences`` full contexts.
 
-    Weights, gradients and state are float32: AdamW has two moments, Muon one. Matmuls in bfloat16 run under autocast,
-    which keeps a copy of the matrices. ``kind`` is what ``world_size`` processes shard; with tensor parallelism, which
-    divides the model before, these are the parts of the batch. Raises UserError if the vocabulary size is not set, or
-    if tensor parallelism cannot divide the model.
+    Weights, gradients, state and averages are float32: AdamW has two moments, Muon one. Matmuls in bfloat16 run under
+    autocast, which keeps a copy of the matrices. ``kind`` is what ``world_size`` processes shard; with tensor
+    parallelism, which divides the model before, these are the parts of the batch. Raises UserError if the vocabulary
+    size is not set, or if tensor parallelism cannot divide the model.
     """
     whole_config = model_config
     if execution.tensor_parallel > 1:
@@ -85,6 +85,8 @@ def predict_training_memory(
     hidden = counts["attention"] + counts["feed_forward"]
     weights = 4 * counts["total"]
     state = 2 * weights - (4 * hidden if config.optimizer == "muon" else 0)
+    if config.average_steps:
+        state += weights * (world_size if kind == "zero1" else 1)  # with zero1 each process has all of the average
     element = 2 if is_bfloat16 else 4
     tokens, layers = sequences * model_config.context_length, range(model_config.num_layers)
     blocks = [

@@ -32,6 +32,7 @@ OPTIONS: dict[str, Any] = {
     "checkpoint_interval": 4,
     "keep_checkpoints": 3,
     "sample_prompts": ["a"],
+    "average_tail": 0.5,
 }
 
 
@@ -62,9 +63,10 @@ def check_training(out: Path, expected: Path) -> None:
         values = [row[name] for row in rows if name in row]
         assert values == pytest.approx([row[name] for row in expected_rows if name in row], rel=1e-4)
     assert [row["text"] for row in read_rows(out, "samples.jsonl")]
-    weights = load_model(expected / "step-0000012").state_dict()
-    for name, tensor in load_model(out / "step-0000012").state_dict().items():
-        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=5e-4)
+    for checkpoint in ("step-0000012", "average"):
+        weights = load_model(expected / checkpoint).state_dict()
+        for name, tensor in load_model(out / checkpoint).state_dict().items():
+            torch.testing.assert_close(tensor, weights[name], rtol=0, atol=5e-4)
 
 
 @pytest.mark.slow

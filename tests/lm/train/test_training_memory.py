@@ -17,7 +17,7 @@ from tests.helpers.training_memory import Case, measure_peak
 CASES: list[dict[str, Any]] = [
     {},
     {"is_bfloat16": True},
-    {"has_checkpointing": True},
+    {"has_checkpointing": True, "average_tail": 0.1},
     {"vocab_size": 4096, "sequences": 4, "optimizer": "muon"},
     {"model": {"tied_embeddings": True}, "vocab_size": 2000, "sequences": 2},
     {"model": {"moe": {"num_experts": 8}}, "sequences": 16},
