@@ -17,6 +17,7 @@ from lm.checkpoint.training_checkpoint import (
     step_directories,
     step_name,
 )
+from lm.checkpoint.training_snapshot import TrainingSnapshot
 from lm.common.errors import StorageError, UserError
 from lm.distributed.plan import Parallel
 from lm.files.atomic_dir import hold_shared_lock
@@ -35,10 +36,14 @@ def save_checkpoint(
     step: int,
     description: dict[str, Any],
     parallel: Parallel,
+    snapshot: TrainingSnapshot | None = None,
 ) -> None:
-    """Save a checkpoint. Raises StorageError if it cannot be written, e.g. on a full disk."""
+    """Save a checkpoint, see :func:`lm.checkpoint.training_checkpoint.save_training`.
+
+    Raises StorageError if it cannot be written, e.g. on a full disk.
+    """
     try:
-        save_training(directory, model, optimizers, step, description, parallel)
+        save_training(directory, model, optimizers, step, description, parallel, snapshot)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise the latter two
         newest = newest_checkpoint(directory.parent)
         raise StorageError(

@@ -1,21 +1,20 @@
 """The training loop: optimizer steps, evaluations and checkpoints. Source: CS336 assignment 1 (section 5)."""
 
-import json
 import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lm.checkpoint.training_checkpoint import ROW_FILES, load_training, step_name
-from lm.common.errors import Stopped, UserError, translate_write_errors
+from lm.common.errors import Stopped, UserError
 from lm.common.execution import Execution
 from lm.common.phases import phase
 from lm.data.batches import prefetch_batches
@@ -39,6 +38,7 @@ from lm.hardware.peak_flops import peak_flops
 from lm.model.flops import flops_per_token
 from lm.model.transformer import TransformerLM
 from lm.optim.weight_average import WeightAverage
+from lm.train.checkpoint_writer import CheckpointWriter
 from lm.train.checkpoints import AVERAGE_NAME, adopt_checkpoints, find_resumable, prune_checkpoints, save_checkpoint
 from lm.train.config import TrainConfig
 from lm.train.expert_balance import ExpertBalance
@@ -55,7 +55,7 @@ from lm.train.optimizers import (
 from lm.train.schedule_progress import ScheduleProgress
 from lm.train.skipped_steps import SkippedSteps
 from lm.train.throughput import StepTimer, Throughput
-from lm.train.tracking import Tracker, log_step, plot_metrics, read_metrics, replace_non_finite
+from lm.train.tracking import Tracker, log_step, write_result
 from lm.train.training_memory import check_directory_is_shared, choose_parallel
 
 log = logging.getLogger(__name__)
@@ -97,6 +97,8 @@ class Trainer:
         self.optimizers = make_optimizers(model, config, self.parallel)
         self.average = make_average(model, config)
         self.saved_optimizers = [*self.optimizers, *([self.average] if self.average else [])]
+        self.saves = self.rank == 0 or self.parallel.shards_state
+        self.writer = CheckpointWriter(model, self.saved_optimizers, self.parallel)
         self.balance = ExpertBalance(model, model.config.moe) if model.config.moe else None
         self.loss_sum: Callable[[MicroBatch], Tensor] = self._loss_sum
         self.flops_per_step = objective.tokens_per_step * flops_per_token(model.config)
@@ -190,7 +192,7 @@ class Trainer:
         tokens, flops = self.objective.tokens_per_step, self.flops_per_step
         timer = StepTimer(self.step, tokens, flops, peak and peak * self.world_size)
         tracking = closing(self.tracker) if self.tracker else nullcontext()
-        with tracking, self.explain_out_of_memory(), self.loading() as load_micro_batches:
+        with tracking, self.explain_out_of_memory(), self.writer, self.loading() as load_micro_batches:
             while not self._is_finished():
                 earlier = self.progress.position(self.step)
                 lr = self.config.lr(1 + int(earlier))
@@ -227,6 +229,7 @@ class Trainer:
                         barrier()  # rank 0 saves and samples alone; the next collective of tensors has a short timeout
                 progress(self.step)
                 if is_stopping and not self._is_finished():
+                    self.writer.wait()
                     raise Stopped(
                         f"The training was stopped after step {self.step:,} and saved in "
                         f"{self.out / step_name(self.step)}; start it again to resume."
@@ -345,15 +348,15 @@ class Trainer:
         return math.isfinite(value) and is_better
 
     def save(self) -> None:
-        """Save a checkpoint of the current step and delete old checkpoints. All ranks call this together."""
-        self._save(step_name(self.step), self.saved_optimizers)
-        if self.rank == 0:
-            prune_checkpoints(self.out, self.config.keep_checkpoints, self.best["step"], self.off_schedule_checkpoint)
+        """Save a checkpoint of the current step and delete old checkpoints, while the training goes on if there is
+        memory for it. All ranks call this together."""
+        if self.saves:
+            kept = self.config.keep_checkpoints, self.best["step"], self.off_schedule_checkpoint
+            prune = partial(prune_checkpoints, self.out, *kept) if self.rank == 0 else lambda: None
+            self.writer.save(self.out / step_name(self.step), self.step, self._description(), prune)
 
-    def _save(self, name: str, optimizers: list[Optimizer]) -> None:
-        if self.rank > 0 and not self.parallel.shards_state:
-            return
-        description = {
+    def _description(self) -> dict[str, Any]:
+        return {
             "data": self.objective.digests,
             "train": asdict(self.config),
             "best": self.best,
@@ -362,16 +365,18 @@ class Trainer:
             "seconds": self.progress.seconds,
             **(self.base.description if self.base else {}),
         }
-        save_checkpoint(self.out / name, self.model, optimizers, self.step, description, self.parallel)
 
     def _save_average(self, average: WeightAverage) -> bool:
         """Save the average of the weights. Return whether it is better than the best checkpoint."""
         with average.swapped():
-            self._save(AVERAGE_NAME, [])
+            if self.saves:
+                directory, description = self.out / AVERAGE_NAME, self._description()
+                save_checkpoint(directory, self.model, [], self.step, description, self.parallel)
             metrics = self._compute_metrics(is_logged=False)
         return not metrics or self._is_best(metrics)
 
     def _finish(self) -> dict[str, Any]:
+        self.writer.wait()
         last, best = step_name(self.step), step_name(self.best["step"])
         if not (self.out / best).exists():
             best = last
@@ -390,8 +395,5 @@ class Trainer:
             **metrics,
         }
         if self.rank == 0:
-            text = json.dumps(replace_non_finite(result), indent=1, allow_nan=False)
-            with translate_write_errors(self.out):
-                plot_metrics(read_metrics(self.out / "metrics.jsonl"), self.out / "loss.png")
-                (self.out / "training.json").write_text(text, encoding="utf-8")
+            write_result(self.out, result)
         return result
