@@ -19,6 +19,7 @@ from lm.model.adapter import adapted_layers, trained_state
 from lm.model.config import ModelConfig
 from lm.model.rope import RotaryEmbedding
 from lm.model.transformer import TransformerLM
+from lm.optim.optimizer import Optimizer
 
 _MAX_ROTARY_NUMBERS = 1 << 28  # 1 GiB; contexts of 1 M tokens with heads of 128 need half of it
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -210,10 +211,13 @@ def load_optimizer_states(optimizers: list[torch.optim.Optimizer], states: list[
     try:
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
+            shape_of = (
+                optimizer.state_shape if isinstance(optimizer, Optimizer) else lambda _, parameter: parameter.shape
+            )
             for parameter, parameter_state in optimizer.state.items():
                 for key, value in parameter_state.items():
                     is_count = key == "step"  # a scalar in torch's optimizers
-                    if isinstance(value, Tensor) and not is_count and value.shape != parameter.shape:
+                    if isinstance(value, Tensor) and not is_count and value.shape != shape_of(key, parameter):
                         shapes = f"{tuple(value.shape)} for a parameter of {tuple(parameter.shape)}"
                         raise ValueError(f"{key} is {shapes}")
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:

@@ -11,6 +11,9 @@ from lm.optim.optimizer import Optimizer
 from lm.optim.shards import gather, local_shard, shard_like
 from lm.optim.weight_decay import decay_weights
 
+RMS_OF_UPDATES = 0.2
+"""Root mean square of an update's entries over the learning rate: about that of AdamW (Liu et al. 2025)."""
+
 
 class Muon(Optimizer):
     """Momentum with an orthogonalized update, for the hidden matrices. Train all other parameters with AdamW.
@@ -62,7 +65,7 @@ class Muon(Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     params_by_shape.setdefault(p.shape, []).append(p)
-            for shape, params in params_by_shape.items():
+            for params in params_by_shape.values():
                 is_applied: float | Tensor = 1.0 if found_inf is None else (~found_inf).to(params[0].dtype)
                 for p in params:
                     grad = local_shard(cast(Tensor, p.grad))
@@ -75,16 +78,23 @@ class Muon(Optimizer):
                 nesterov_momenta = torch.stack(
                     [gather(cast(Tensor, p.grad).lerp(self.state[p]["momentum"], group["momentum"])) for p in params]
                 )
-                updates = orthogonalize(nesterov_momenta, self.product_dtype)
+                updates, scale = self.find_updates(nesterov_momenta, params, is_applied)
                 if found_inf is not None:
                     updates *= is_applied
                 shards = [local_shard(p) for p in params]
-                scale = 0.2 * math.sqrt(max(shape[-2:]))
                 own_updates = [local_shard(shard_like(x, p)) for x, p in zip(updates.unbind(), params, strict=True)]
                 factor = 1 - is_applied * group["lr"] * group["weight_decay"]
                 decay_weights(shards, own_updates, factor, group["is_cautious"])
                 torch._foreach_add_(shards, own_updates, alpha=-group["lr"] * scale)
         return loss
+
+    def find_updates(self, momenta: Tensor, params: list[Tensor], is_applied: float | Tensor) -> tuple[Tensor, float]:
+        """Return what is subtracted from ``params``, divided by the learning rate, as a tensor and its factor.
+
+        ``momenta`` are the Nesterov momenta of parameters of one shape, stacked. If ``is_applied`` is 0, state must not
+        change.
+        """
+        return orthogonalize(momenta, self.product_dtype), RMS_OF_UPDATES * math.sqrt(max(momenta.shape[-2:]))
 
 
 def orthogonalize(matrices: Tensor, product_dtype: torch.dtype | None = None) -> Tensor:

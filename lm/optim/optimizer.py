@@ -4,6 +4,7 @@ import inspect
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -16,6 +17,10 @@ class Optimizer(torch.optim.Optimizer):
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
     state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
     load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
+
+    def state_shape(self, name: str, parameter: Tensor) -> torch.Size:
+        """Return the shape of a tensor of a parameter's state, by its name."""
+        return parameter.shape
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore ``state``. Options that it lacks, as it is from an earlier version, get their defaults."""

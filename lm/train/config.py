@@ -37,8 +37,10 @@ class TrainConfig(Config, section="train"):
     """Micro-batches per step, whose gradients are added. More micro-batches need less memory."""
     data_order: Literal["random", "shuffled_epochs"] = "random"
     """random: sequences start anywhere in the text. shuffled_epochs: each epoch has all windows in a new order."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """adamw: for all parameters. muon: for the matrices of the blocks, and adamw for the other parameters."""
+    optimizer: Literal["adamw", "muon", "normuon", "soap_muon"] = "adamw"
+    """adamw: for all parameters. The others are for the matrices of the blocks, with adamw for the other parameters.
+    muon: momentum with an orthogonalized update. normuon: the same, with equal updates for each neuron. soap_muon: muon
+    with a momentum that is preconditioned in the eigenbasis of the gradients; it needs twice the memory for state."""
     max_lr: float = bounded_field(1e-3, ge=0, lt=math.inf)
     """Peak learning rate, after the warm-up."""
     min_lr: float = bounded_field(1e-4, ge=0, lt=math.inf)

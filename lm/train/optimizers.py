@@ -12,15 +12,20 @@ from lm.model.linear import HIDDEN_MATRICES
 from lm.model.transformer import TransformerLM
 from lm.optim.adamw import AdamW
 from lm.optim.muon import Muon
+from lm.optim.normuon import NorMuon
+from lm.optim.soap_muon import SoapMuon
 from lm.optim.weight_average import WeightAverage
 from lm.train.config import TrainConfig
+
+_MATRIX_OPTIMIZERS: dict[str, type[Muon]] = {"muon": Muon, "normuon": NorMuon, "soap_muon": SoapMuon}
 
 
 def whole_parameters(model: TransformerLM, config: TrainConfig) -> set[nn.Parameter]:
     """Return the parameters whose optimizer needs whole matrices."""
     roles = model.parameter_roles()
-    trained = trained_parameters(model)
-    return {p for name, p in trained.items() if config.optimizer == "muon" and roles[name] in HIDDEN_MATRICES}
+    if config.optimizer not in _MATRIX_OPTIMIZERS:
+        return set()
+    return {p for name, p in trained_parameters(model).items() if roles[name] in HIDDEN_MATRICES}
 
 
 def make_optimizers(model: TransformerLM, config: TrainConfig, parallel: Parallel) -> list[torch.optim.Optimizer]:
@@ -39,7 +44,7 @@ def make_optimizers(model: TransformerLM, config: TrainConfig, parallel: Paralle
     roles = model.parameter_roles()
     for name, parameter in trained_parameters(model).items():
         role = roles[name]
-        if config.optimizer == "muon" and role in HIDDEN_MATRICES:
+        if config.optimizer in _MATRIX_OPTIMIZERS and role in HIDDEN_MATRICES:
             hidden.append(parameter)
             continue
         group: str = "vectors" if role in ("norm", "bias") else role if scales.get(role, 1) != 1 else "matrices"
@@ -55,7 +60,7 @@ def make_optimizers(model: TransformerLM, config: TrainConfig, parallel: Paralle
     if hidden:
         optimizers.append(
             parallel.make_optimizer(
-                Muon,
+                _MATRIX_OPTIMIZERS[config.optimizer],
                 hidden,
                 lr=config.max_lr,
                 weight_decay=config.weight_decay,

@@ -32,7 +32,7 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
     vocab_size: int = 512
     sequences: int = 8
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Literal["adamw", "muon", "normuon", "soap_muon"] = "adamw"
     is_bfloat16: bool = False
     has_checkpointing: bool = False
     gradient_accumulation_steps: int = 1

@@ -36,7 +36,9 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def run_job(job: Path, parallel: ParallelKind, processes: int, tensor_parallel: int = 1, last: int = 0) -> None:
+def run_job(
+    job: Path, parallel: ParallelKind | Literal["auto"], processes: int, tensor_parallel: int = 1, last: int = 0
+) -> None:
     """Train; with ``last``, all processes are killed after that step."""
     content = json.loads(job.read_text())
     content["execution"] |= {"parallel": parallel, "tensor_parallel": tensor_parallel}
@@ -85,6 +87,24 @@ def test_a_training_goes_on_with_another_division(
     job = write_job(tmp_path, **OPTIONS)
     train_in_divisions(job, divisions)
     check_training(job.parent, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["normuon", "soap_muon"])
+def test_state_of_other_shapes_than_the_weights_goes_on_with_another_division(tmp_path: Path, optimizer: str) -> None:
+    """Twelve steps in three divisions have the loss of twelve steps in one process."""
+    options = OPTIONS | {"optimizer": optimizer, "precision": "float32"}
+    whole, job, tensor = (write_job(tmp_path / name, **options) for name in ("whole", "divided", "tensor"))
+    train_here(Job.read(whole))
+    train_in_divisions(job, [("zero1", 2), ("none", 1), ("fsdp", 2)])
+    for number, tensor_parallel in enumerate((2, 1, 2), start=1):
+        run_job(tensor, "auto" if tensor_parallel > 1 else "none", tensor_parallel, tensor_parallel)
+        if number < 3:
+            undo_after(tensor.parent, number)
+    losses = [
+        [row["valid_loss"] for row in read_rows(path.parent) if "valid_loss" in row] for path in (whole, job, tensor)
+    ]
+    assert losses[1:] == [pytest.approx(losses[0], rel=1e-3)] * 2
 
 
 def train_in_divisions(job: Path, divisions: list[tuple[ParallelKind, int]]) -> None:

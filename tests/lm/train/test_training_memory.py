@@ -57,6 +57,8 @@ SLOW_CASES: list[dict[str, Any]] = [
     {"adapter": {"rank": 4, "dtype": "nf4"}, "model": {"moe": {"num_experts": 8, "num_shared_experts": 1}}},
     {"adapter": {"rank": 4}, "model": {"qk_norm": True, "feed_forward": "relu2", "norm_placement": "none"}},
     {"adapter": {"rank": 16}, "optimizer": "muon"},
+    {"optimizer": "normuon"},
+    {"optimizer": "soap_muon", "is_bfloat16": True},
 ]
 
 
