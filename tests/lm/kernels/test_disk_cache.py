@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import lm
-from lm.compile_kernels import __main__ as compile_kernels
+from lm import compile_kernels
 from lm.tokenizer import Tokenizer
 
 # One kernel, with a helper in another file: exports the only pretoken of a table.
@@ -39,7 +39,7 @@ def store64(context: Any, builder: Any, args: Any, array: Any, index: Any, word:
 """
 EXPORTED_WITH_CHANGE = "b 5"
 
-COMPILE_ALL = "import runpy; runpy.run_module('lm.compile_kernels', run_name='__main__', alter_sys=True)"
+COMPILE_ALL = "import runpy; runpy.run_module('lm.compile_kernels', run_name='__main__')"
 PRINT_CACHE_DIR = "from lm.kernels.disk_cache import CACHE_DIR; print(CACHE_DIR)"
 
 
@@ -198,7 +198,7 @@ from lm.inference.engine import generate
 from lm.inference.generation_request import Generation
 from lm.inference.runners.runner import prepare_for_inference
 from lm.kernels.jit import KERNELS
-from lm.compile_kernels.__main__ import kernel_groups
+from lm.compile_kernels import kernel_groups
 from lm.model import ModelConfig, TransformerLM
 from lm.tokenizer.stream import encode_files
 from lm.tokenizer import Tokenizer

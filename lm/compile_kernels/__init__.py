@@ -1,1 +1,0 @@
-"""Compilation of all kernels ahead of time: ``python -m lm.compile_kernels``."""
