@@ -1,10 +1,11 @@
-"""Measure how many fewer tokens the fast recipe needs than AdamW with a cosine schedule, on children's stories.
+"""Measure how many fewer tokens the fast recipes need than AdamW with a cosine schedule, on children's stories.
 
-``python -m benchmarks.train --learning [--tokens N] [--directory DIR]``. AdamW trains the model of the preset
-``stories-cpu``; the fast recipe is the preset ``stories-fast``. The text is the children's stories in
-``../shared/data``, or generated stories if that folder does not exist. Each recipe runs with three learning rates:
-AdamW on ``tokens``, the fast recipe on 60 % of them. The best rate of each then runs on four times as many tokens. The
-loss is of the whole validation text. ``--directory`` keeps the runs and their curves; a second call resumes them.
+``python -m benchmarks.train --learning [--tokens N] [--seeds 3] [--directory DIR]``. AdamW trains the model of the
+preset ``stories-cpu``; the fast recipes are presets. The text is the children's stories in ``../shared/data``, or
+generated stories if that folder does not exist. Each recipe runs with three learning rates: AdamW on ``tokens``, a fast
+recipe on a part of them. The best rate of each then runs on four times as many tokens, and with each other seed on both
+numbers of tokens. The loss is of the whole validation text. ``--directory`` keeps the runs and their curves; a second
+call resumes them.
 """
 
 import json
@@ -12,6 +13,7 @@ import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -29,7 +31,8 @@ from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
 from lm.train.pretraining import TrainData, make_trainer
 
-FAST_TOKEN_SHARE = 0.6  # tokens of the fast recipe over those of AdamW
+FAST_PRESETS = {"stories-fast": 0.6}
+"""Presets of the fast recipes, and the tokens of their trainings over those of AdamW's."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +43,20 @@ class Recipe:
     model: ModelConfig
     train: TrainConfig
     rates: tuple[float, float, float]
+    token_share: float = 1.0
+    """Tokens of its trainings over those of AdamW's."""
 
 
-def recipes(vocab_size: int) -> tuple[Recipe, Recipe]:
-    """Return AdamW with a cosine schedule, and the fast recipe."""
-    plain, fast = PipelineConfig.load_preset("stories-cpu"), PipelineConfig.load_preset("stories-fast")
+def recipes(vocab_size: int) -> list[Recipe]:
+    """Return AdamW with a cosine schedule, and the fast recipes."""
+    plain = PipelineConfig.load_preset("stories-cpu")
     adamw = replace(plain.train, optimizer="adamw", schedule="cosine", min_lr=0.0)
-    best = fast.train.max_lr
-    return (
-        Recipe("adamw", replace(plain.model, vocab_size=vocab_size), adamw, (1.5e-3, 3e-3, 6e-3)),
-        Recipe("fast", replace(fast.model, vocab_size=vocab_size), fast.train, (best / 2, best, 2 * best)),
-    )
+    found = [Recipe("adamw", replace(plain.model, vocab_size=vocab_size), adamw, (1.5e-3, 3e-3, 6e-3))]
+    for name, share in FAST_PRESETS.items():
+        fast = PipelineConfig.load_preset(name)
+        rates = fast.train.max_lr / 2, fast.train.max_lr, 2 * fast.train.max_lr
+        found.append(Recipe(name, replace(fast.model, vocab_size=vocab_size), fast.train, rates, share))
+    return found
 
 
 def read_data(directory: Path) -> TrainData:
@@ -71,7 +77,9 @@ def read_data(directory: Path) -> TrainData:
     return TrainData(shards[0], shards[1], tokenizer, 1.0)
 
 
-def train_for_loss(recipe: Recipe, lr: float, tokens: int, data: TrainData, directory: Path, device: str) -> float:
+def train_for_loss(
+    recipe: Recipe, lr: float, tokens: int, data: TrainData, directory: Path, device: str, seed: int = 0
+) -> float:
     """Train, or resume an earlier run, and return the validation loss."""
     steps = round(tokens / (recipe.train.batch_size * recipe.model.context_length))
     config = replace(
@@ -83,37 +91,45 @@ def train_for_loss(recipe: Recipe, lr: float, tokens: int, data: TrainData, dire
         eval_interval=max(1, steps // 8),
         checkpoint_interval=max(1, steps // 8),
         sample_tokens=0,
+        seed=seed,
     )
-    out = directory / f"{recipe.name}-{lr:g}-{tokens}"
+    out = directory / f"{recipe.name}-{lr:g}-{tokens}{f'-seed{seed}' if seed else ''}"
     if not (out / "training.json").exists():
         torch._dynamo.reset()  # else the earlier recipes count toward the recompilation limit
         trainer = make_trainer(config, recipe.model, data, Execution(device=device), out)
         trainer.resume(out)
         trainer.run()
     loss = float(json.loads((out / "training.json").read_text())["valid_loss"])
-    print(f"{recipe.name:6} lr {lr:<8g} {tokens:>12,} tokens: loss {loss:.4f}", file=sys.stderr, flush=True)
+    print(f"{recipe.name} lr {lr:g} seed {seed} {tokens:,} tokens: loss {loss:.4f}", file=sys.stderr, flush=True)
     return loss
 
 
-def compare(tokens: int, data: TrainData, directory: Path, device: str) -> dict[str, Any]:
-    """Train both recipes; return the losses and how many times fewer tokens the fast recipe needs."""
-    adamw, fast = recipes(data.tokenizer.size)
-    result: dict[str, Any] = {
-        "parameters": {recipe.name: parameter_count(recipe.model)["total"] for recipe in (adamw, fast)}
-    }
-    budgets = {recipe.name: round(share * tokens) for recipe, share in ((adamw, 1.0), (fast, FAST_TOKEN_SHARE))}
-    best_losses: dict[str, tuple[float, float]] = {}  # at the two budgets
-    for recipe in (adamw, fast):
-        budget = budgets[recipe.name]
+def compare(tokens: int, data: TrainData, directory: Path, device: str, seeds: int = 1) -> dict[str, Any]:
+    """Train all recipes. Return their losses, and for each fast recipe the part of AdamW's tokens that it needs for the
+    mean loss of AdamW's longest trainings: the mean over the seeds, and its standard error."""
+    result: dict[str, Any] = {}
+    target = math.nan
+    for recipe in recipes(data.tokenizer.size):
+        budget = round(recipe.token_share * tokens)
         losses = {lr: train_for_loss(recipe, lr, budget, data, directory, device) for lr in recipe.rates}
         best = min(recipe.rates, key=losses.__getitem__)
-        best_losses[recipe.name] = losses[best], train_for_loss(recipe, best, 4 * budget, data, directory, device)
+        short, long = (
+            [train_for_loss(recipe, best, count, data, directory, device, seed) for seed in range(seeds)]
+            for count in (budget, 4 * budget)
+        )
         result[recipe.name] = {
-            f"{budget:,} tokens": {f"{lr:g}": round(loss, 4) for lr, loss in losses.items()},
-            f"{4 * budget:,} tokens": {f"{best:g}": round(best_losses[recipe.name][1], 4)},
+            "parameters": parameter_count(recipe.model)["total"],
+            "rates": {f"{lr:g}": round(loss, 4) for lr, loss in losses.items()},
+            f"{budget:,} tokens": [round(loss, 4) for loss in short],
+            f"{4 * budget:,} tokens": [round(loss, 4) for loss in long],
         }
-    target = best_losses["adamw"][1]
-    return result | {"tokens_to_loss": 4 * tokens / tokens_for(target, budgets["fast"], *best_losses["fast"])}
+        if recipe.name == "adamw":
+            target = fmean(long)
+            continue
+        parts = [tokens_for(target, budget, *pair) / (4 * tokens) for pair in zip(short, long, strict=True)]
+        error = stdev(parts) / math.sqrt(seeds) if seeds > 1 else None
+        result[recipe.name] |= {"token_part": round(fmean(parts), 4), "token_part_error": error and round(error, 4)}
+    return result
 
 
 def tokens_for(target: float, tokens: int, loss: float, later: float) -> float:

@@ -223,6 +223,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print only the JSON line")
     parser.add_argument("--learning", action="store_true", help="compare the losses of two recipes instead")
     parser.add_argument("--tokens", type=int, default=4_000_000, help="number of tokens of an AdamW run of --learning")
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds of the best rate of each recipe")
     parser.add_argument("--directory", type=Path, help="keep the runs of --learning here, and resume them")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -241,12 +242,9 @@ def main() -> None:
     if options.learning:
         directory = options.directory or Path(tempfile.mkdtemp(prefix="textmill-benchmark-"))
         directory.mkdir(parents=True, exist_ok=True)
-        comparison = compare(options.tokens, read_data(directory), directory, options.device)
-        print(
-            json.dumps(
-                {"ratios": {"tokens_to_loss": round(comparison["tokens_to_loss"], 3)}, **comparison, "machine": machine}
-            )
-        )
+        comparison = compare(options.tokens, read_data(directory), directory, options.device, options.seeds)
+        ratios = {name: recipe["token_part"] for name, recipe in comparison.items() if "token_part" in recipe}
+        print(json.dumps({"ratios": ratios, **comparison, "machine": machine}))
         return
     model, batch = SHAPES[options.shape]
     rows: dict[tuple[str, str, bool], list[dict[str, float]]] = {job: [] for job in JOBS}

@@ -27,6 +27,7 @@ from tasks.mixture_law import mixture_law
 from tasks.runtime.output import Ref, read_output
 from tasks.runtime.store import Store
 from tasks.scaling_law import scaling_law
+from tasks.sweep import RecordedText
 from tasks.sweep import sweep as sweep_stage
 from tasks.trial import trained_models, trial
 
@@ -44,6 +45,7 @@ def sweep_stages(config: SweepConfig, executor: Executor) -> None:
         state.check_law()
         state.find_mixture()
         state.judge_variant()
+        state.look_up_record()
     except UserError as error:  # raised after the table, which shows what to add
         failure = error
     trials = [*state.trials, *state.check]
@@ -81,8 +83,9 @@ class _Sweep:
         self.trials: list[Ref] = []
         self.law: list[Ref] = []
         self.check: list[Ref] = []
-        self.found: list[list[Ref]] = []
-        """The law of a mixture, or the verdict of a gate, as arguments of the stage ``sweep``; none without them."""
+        self.found: list[Any] = []
+        """The law of a mixture, the verdict of a gate, or a record, as arguments of the stage ``sweep``; empty without
+        them."""
         self._prepared: dict[str, tuple[TrainingInputs, list[Ref]]] = {}
 
     def prepare(self, point: Point) -> tuple[TrainingInputs, list[Ref]]:
@@ -258,6 +261,12 @@ class _Sweep:
         models = self.executor.read(trained_models, self.trials)
         self.found = [[], [self.executor.finish(self.executor.call(gate, self.trials, models, config, look))]]
 
+    def look_up_record(self) -> None:
+        """Find the record with which the stage ``sweep`` compares the trainings."""
+        if config := self.config.record:
+            index = self.prepare(self.points[0])[0].shards_index
+            self.found = [[], [], RecordedText(config, self.executor.read(_read_digest, index))]
+
     def _distance(self, point: Point, parameters: float) -> float:
         """Return how far the size of a point is from ``parameters``, as the logarithm of their ratio."""
         from lm.model.flops import parameter_count
@@ -295,6 +304,10 @@ def _describe_refusal(point: Point, result: TrialResult) -> str:
 def _read_json(store: Store, output: Ref, name: str) -> dict[str, Any]:
     content: dict[str, Any] = read_output(store, output).json(name)
     return content
+
+
+def _read_digest(store: Store, output: Ref) -> str:
+    return read_output(store, output).digest
 
 
 def _read_best(store: Store, output: Ref, trials: list[Ref]) -> list[tuple[int, Ref]]:

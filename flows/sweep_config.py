@@ -26,7 +26,7 @@ from lm.experiments.axes import (
     read_numbers,
     set_option,
 )
-from lm.experiments.config import GateConfig, LawConfig, MixtureConfig, SearchConfig
+from lm.experiments.config import GateConfig, LawConfig, MixtureConfig, RecordConfig, SearchConfig
 from tasks.runtime.execution import Execution
 
 SweepStage = Literal[
@@ -49,7 +49,8 @@ SweepStage = Literal[
 ]
 
 _FILE_FIELDS = {
-    *("description", "base", "set", "axes", "derive", "search", "law", "mixture", "gate", "max_epochs", "sizes")
+    *("description", "base", "set", "axes", "derive", "search", "law", "mixture", "gate", "record"),
+    *("max_epochs", "sizes"),
 }
 _MERGED_FIELDS = ("set", "derive")  # a size adds to them; it replaces the others
 
@@ -86,6 +87,9 @@ class SweepConfig(FlowConfig):
     gate: GateConfig | None = None
     """Compare a variant with the baseline at two sizes, in place of axes, and accept it only if it is shown to be
     faster. Off by default."""
+    record: RecordConfig | None = None
+    """Compare the mean loss of all points with a published one. The points differ in train.seed alone. Off by
+    default."""
     max_epochs: float | None = bounded_field(None, gt=0, lt=math.inf)
     """Maximum number of times that a training may read the training text. A point with more is refused. Default: no
     limit."""
@@ -134,6 +138,8 @@ class SweepConfig(FlowConfig):
             self._check_search(self.search, names)
         if self.law:
             self._check_law(self.law)
+        if self.record and self.varied != ["train.seed"]:
+            raise UserError(f"The sweep {self.name} has a record; only train.seed may vary, on one axis.")
         points = [
             self.point(settings, f"point {number}")
             for number, settings in enumerate(corners(self.axes) if self.search else self.grid(), start=1)

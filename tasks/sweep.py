@@ -1,16 +1,27 @@
 """Stage ``sweep``: the table, the curves and the best configuration of a sweep."""
 
 import json
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import yaml
 
+from lm.experiments.config import RecordConfig
+from lm.experiments.record import judge_record
 from lm.experiments.report import SweepReport, format_csv, table_rows
 from lm.experiments.trial import from_json, rank
 from tasks.pages import sweep as pages
 from tasks.runtime.output import Output
 from tasks.runtime.run_context import Attempt
 from tasks.runtime.stage import stage
+
+
+@dataclass(frozen=True)
+class RecordedText:
+    """A record, and the digest of the tokens on which its recipe was trained again."""
+
+    config: RecordConfig
+    text: str
 
 
 @stage("sweep", page=pages.sweep)
@@ -23,13 +34,15 @@ def sweep(
     report: SweepReport,
     mixture: list[Output] | None = None,
     gate: list[Output] | None = None,
+    record: RecordedText | None = None,
 ) -> None:
     """Write ``table.csv``, ``curves.jsonl``, ``best.yaml``, and ``law.json`` if the sweep has a scaling law.
 
     ``models`` are the trained models: the sweep needs their files, so ``textmill gc`` keeps them. The last points of
     the report belong to ``check``, the trainings that check the law. With the law of a ``mixture``, ``best.yaml`` has
     the weights that it found, the best point is the longest one with the lowest target of the law, and
-    ``mixture.json`` has the losses of the checks. With a ``gate``, the best point is of the arm to go on with.
+    ``mixture.json`` has the losses of the checks. With a ``gate``, the best point is of the arm to go on with. With a
+    ``record``, ``record.json`` says whether it holds.
     """
     results = [from_json(output.json("trial.json")) for output in (*trials, *check)]
     rows = table_rows(report, results)
@@ -55,6 +68,11 @@ def sweep(
             config["data"] = config["data"] | {"mix": _mix_found(config["data"]["mix"], found)}
         (out.directory / "best.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         out.figures |= {"best_point": best + 1, "best_loss": results[best].objective}
+    if record:
+        verdict = judge_record(record.config, record.text, [result.valid_loss for result in results])
+        recorded = {"record": asdict(record.config), "text": record.text, "result": asdict(verdict)}
+        out.write_json("record.json", recorded, indent=1)
+        out.figures |= {"record": verdict.verdict}
     if law:
         content = law[0].json("law.json")
         out.write_json("law.json", content, indent=1)

@@ -2,6 +2,7 @@
 
 import os
 import pickle  # nosec B403 # only for the exception type that torch raises
+import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from lm.model.adapter import adapted_layers, trained_state
 from lm.model.config import ModelConfig
 from lm.model.rope import RotaryEmbedding
 from lm.model.transformer import TransformerLM
+from lm.optim.optimizer import Optimizer
 
 _MAX_ROTARY_NUMBERS = 1 << 28  # 1 GiB; contexts of 1 M tokens with heads of 128 need half of it
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -26,12 +28,31 @@ PathOrFile = str | os.PathLike[str] | IO[bytes]
 
 
 def save_tensors(state: dict[str, Any], path: Path) -> None:
-    """Write ``state`` with ``torch.save``. Raises OSError if the disk is full or read-only."""
+    """Write ``state`` with ``torch.save``: equal states give equal bytes. Raises OSError if the disk is full or
+    read-only."""
     with path.open("wb") as file:
         try:
-            torch.save(state, file)
+            torch.save(_without_shared_objects(state), file)
         except RuntimeError as error:  # torch's zip writer hides the OSError
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+
+
+def _without_shared_objects(value: Any) -> Any:
+    """Return ``value`` with new containers, and one object for all equal strings.
+
+    Pickle writes an object that occurs twice once, and equal objects each. Of a state that was loaded others are the
+    same than of the state that was saved.
+    """
+    match value:
+        case dict():
+            return {_without_shared_objects(key): _without_shared_objects(entry) for key, entry in value.items()}
+        case list():
+            return [_without_shared_objects(entry) for entry in value]
+        case tuple():
+            return tuple([_without_shared_objects(entry) for entry in value])
+        case str():
+            return sys.intern(value)
+    return value
 
 
 def save_safetensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -190,10 +211,13 @@ def load_optimizer_states(optimizers: list[torch.optim.Optimizer], states: list[
     try:
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
+            shape_of = (
+                optimizer.state_shape if isinstance(optimizer, Optimizer) else lambda _, parameter: parameter.shape
+            )
             for parameter, parameter_state in optimizer.state.items():
                 for key, value in parameter_state.items():
                     is_count = key == "step"  # a scalar in torch's optimizers
-                    if isinstance(value, Tensor) and not is_count and value.shape != parameter.shape:
+                    if isinstance(value, Tensor) and not is_count and value.shape != shape_of(key, parameter):
                         shapes = f"{tuple(value.shape)} for a parameter of {tuple(parameter.shape)}"
                         raise ValueError(f"{key} is {shapes}")
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:

@@ -36,15 +36,16 @@ from lm.checkpoint.safe_load import (
     save_safetensors,
     save_tensors,
 )
+from lm.checkpoint.training_snapshot import TrainingSnapshot, take_snapshot
 from lm.common.errors import UserError
 from lm.distributed.plan import Parallel
 from lm.distributed.process_group import all_gather, broadcast_from_rank0, call_on_rank0, get_rank, get_world_size
 from lm.files.atomic_dir import atomic_directory
 from lm.files.checksum import dumps_with_checksum, file_checksum, loads_with_checksum
-from lm.model.adapter import add_adapter, fuse_adapter, trained_state
+from lm.model.adapter import add_adapter, fuse_adapter
 from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
-from lm.optim.shards import gather, shard_like
+from lm.optim.shards import shard_like
 
 ROW_FILES = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "reference.jsonl")
 """Files that a training may write beside its checkpoints: a JSON object per line, each with its ``step``."""
@@ -58,13 +59,16 @@ def save_training(
     step: int,
     metadata: dict[str, Any],
     parallel: Parallel | None = None,
+    snapshot: TrainingSnapshot | None = None,
 ) -> None:
     """Write a checkpoint directory atomically, replacing an older one of that name.
 
-    If ``parallel`` shards weights or state, all ranks must call this together, and see the same ``directory``. The
-    file ``optimizer.pt`` also holds the states of torch's random number generators; ``checkpoint.json`` holds the step,
-    the model's config and ``metadata``. That of an adapter has ``adapter``: the fields of its config, and as ``base``
-    the :func:`weights_digest` of its base. Raises OSError, on all ranks if one cannot write its shard.
+    If ``parallel`` shards weights or state, all ranks must call this together, and see the same ``directory``.
+    Otherwise ``snapshot`` may hold what to write, so that the model can be trained on meanwhile.
+
+    The file ``optimizer.pt`` also holds the states of torch's random number generators; ``checkpoint.json`` holds the
+    step, the model's config and ``metadata``. That of an adapter has ``adapter``: the fields of its config, and as
+    ``base`` the :func:`weights_digest` of its base. Raises OSError, on all ranks if one cannot write its shard.
     """
     rank, world_size = (get_rank(), get_world_size()) if parallel and parallel.shards_state else (0, 1)
     weight_shards = world_size if parallel and parallel.shards_weights else 1
@@ -74,12 +78,11 @@ def save_training(
         error = ""
         try:
             # Before the files: a rank whose disk is full must not leave the others alone in the collectives.
-            weights = _local_weights(model, rank, weight_shards, parallel) if rank < weight_shards else {}
-            states = [_local_state(o, rank, world_size, parallel) if parallel else o.state_dict() for o in optimizers]
+            snapshot = snapshot or take_snapshot(model, optimizers, parallel)
             if rank < weight_shards:
-                _save_weights(weights, temporary / _shard_name(_weights_stem(metadata), rank, weight_shards))
-            rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}  # cuda: one state per device
-            save_tensors({"optimizers": states, "rng": rng}, temporary / _shard_name("optimizer", rank, world_size))
+                _save_weights(snapshot.weights, temporary / _shard_name(_weights_stem(metadata), rank, weight_shards))
+            state = {"optimizers": snapshot.states, "rng": snapshot.rng}
+            save_tensors(state, temporary / _shard_name("optimizer", rank, world_size))
         except (OSError, RuntimeError, SafetensorError) as caught:
             if world_size == 1:
                 raise
@@ -92,43 +95,11 @@ def save_training(
             (temporary / "checkpoint.json").write_text(dumps_with_checksum(description), encoding="utf-8")
 
 
-def _local_weights(model: TransformerLM, shard: int, shards: int, parallel: Parallel | None) -> dict[str, Tensor]:
-    """Return a shard's rows of all weights."""
-    sharded = {name for name, p in model.named_parameters(remove_duplicate=False) if parallel and parallel.bounds(p)}
-    return {
-        key: tensor.contiguous() if key in sharded or shards == 1 else _rows_of_shard(tensor, shard, shards)
-        for key, tensor in trained_state(model).items()
-    }
-
-
 def _save_weights(weights: dict[str, Tensor], path: Path) -> None:
-    head = {key: weights.pop(key) for key in list(weights) if key.startswith("scalar_head.")}
-    save_safetensors(weights, path)
+    head = {key: weight for key, weight in weights.items() if key.startswith("scalar_head.")}
+    save_safetensors({key: weight for key, weight in weights.items() if key not in head}, path)
     if head:
         save_safetensors(head, path.with_name(_HEAD_NAME))
-
-
-def _local_state(optimizer: torch.optim.Optimizer, shard: int, shards: int, parallel: Parallel) -> dict[str, Any]:
-    """Return the state dict of a shard's rows. Of a parameter that all ranks have whole, each saves a share."""
-    optimizer = parallel.local(optimizer)
-    state_dict = optimizer.state_dict()
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    state = {
-        index: {
-            key: _rows_of_shard(value, shard, shards)
-            if shards > 1 and isinstance(value, Tensor) and value.ndim and parallel.bounds(params[index]) is None
-            else value
-            for key, value in entry.items()
-        }
-        for index, entry in state_dict["state"].items()
-    }
-    return state_dict | {"state": state}
-
-
-def _rows_of_shard(tensor: Tensor, shard: int, shards: int) -> Tensor:
-    rows = torch.atleast_1d(gather(tensor))
-    # A view would be saved with the whole tensor.
-    return rows[len(rows) * shard // shards : len(rows) * (shard + 1) // shards].clone()
 
 
 def _weights_stem(description: dict[str, Any] | None) -> str:

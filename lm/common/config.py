@@ -88,7 +88,8 @@ def _has_type(value: Any, expected_type: Any) -> bool:
 
 def _describe_type(expected_type: Any) -> str:
     if get_origin(expected_type) is Literal:
-        return " or ".join(get_args(expected_type))
+        *others, last = get_args(expected_type)
+        return f"{', '.join(others)} or {last}" if others else last
     is_class = isinstance(expected_type, type) and not get_args(expected_type)
     return f"of the type {expected_type.__name__ if is_class else str(expected_type).replace('typing.', '')}"
 

@@ -130,6 +130,25 @@ class GateConfig(Config, section="gate"):
 
 
 @dataclass(frozen=True)
+class RecordConfig(Config, section="record"):
+    """A published result of a recipe: the mean validation loss of trainings that differ in the seed alone."""
+
+    loss: float
+    """Mean validation loss at the end, of the whole text, nats per token."""
+    loss_error: float = bounded_field(0.0, ge=0, lt=math.inf)
+    """Standard error of that mean."""
+    text: str = ""
+    """Digest of the tokens of the text, training and validation. Losses of other tokens do not compare."""
+    made: str = ""
+    """Date and machine."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.loss < math.inf:
+            raise UserError(f"record.loss is {self.loss}; it must be above 0 and finite.")
+
+
+@dataclass(frozen=True)
 class Budget:
     """How much time, FLOPs or tokens a training may take."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 # Of a checkpoint: being written, moved aside, being copied.
-_TEMPORARY_NAME = re.compile(r"\.(step-[0-9]+)\.(?:[0-9]+\.tmp|[0-9]+\.old|copy)")
+_TEMPORARY_NAME = re.compile(r"\.(step-[0-9]+|average)\.(?:[0-9]+\.tmp|[0-9]+\.old|copy)")
 
 
 def sync_path(path: str | Path) -> None:
@@ -96,7 +96,7 @@ def remove_abandoned_directories(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for path in directory.glob(".step-*"):
+        for path in directory.glob(".[a-z]*"):
             match = _TEMPORARY_NAME.fullmatch(path.name)
             if match and path.suffix == ".old" and not (directory / match[1]).exists():
                 path.replace(directory / match[1])

@@ -48,11 +48,13 @@ def update_numbers(
     eps: float,
     weight_factor: float,
     step_size: float,
+    is_cautious: bool,
 ) -> None:
     """Update the numbers from ``begin`` to ``end`` of all parameters, as if they were one.
 
     ``rows`` (N, 5): of each parameter its size, and the addresses of its numbers, its gradient and its two moments,
-    float32. The caller keeps them in memory. The options are rounded to float32.
+    float32. The caller keeps them in memory. The options are rounded to float32. With ``is_cautious``, only numbers
+    that the update moves toward 0 are multiplied by ``weight_factor``.
     """
     rest1, decay2, rest2 = np.float32(beta1_rest), np.float32(beta2), np.float32(beta2_rest)
     divisor, epsilon = np.float32(v_divisor), np.float32(eps)
@@ -70,5 +72,7 @@ def update_numbers(
             v = _multiply_add(rest2 * g, g, _load(square, i) * decay2)
             _store(mean, i, m)
             _store(square, i, v)
-            _store(param, i, _load(param, i) * factor + rate * m / (math.sqrt(v) / divisor + epsilon))
+            p = _load(param, i)
+            decayed = p * factor if not is_cautious or p * m >= np.float32(0) else p
+            _store(param, i, decayed + rate * m / (math.sqrt(v) / divisor + epsilon))
         first += size

@@ -83,19 +83,21 @@ class KernelCache(FunctionCache):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        path = CACHE_DIR / f"{function.__name__}.lock"
-        self._lock = FileLock(path, timeout=_LOCK_TIMEOUT_SECONDS, thread_local=False)
+        self._lock_path = CACHE_DIR / f"{function.__name__}.lock"
+        self._lock: FileLock | None = None  # held by this process while it compiles
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return the machine code for a signature; None, with the lock held, if this process has to compile it."""
         code = self._load(sig, target_context)
-        if code is None and not self._lock.is_locked:
+        if code is None and self._lock is None:
             CACHE_DIR.mkdir(parents=True, exist_ok=True)  # it may have been removed since the start
+            # A new object: filelock refuses a lock that a forked process inherited.
+            self._lock = FileLock(self._lock_path, timeout=_LOCK_TIMEOUT_SECONDS, thread_local=False)
             with suppress(Timeout):
                 self._lock.acquire()
             code = self._load(sig, target_context)
             if code is not None:
-                self._lock.release()
+                self._release()
         return code
 
     def _load(self, sig: Any, target_context: Any) -> Any:
@@ -115,7 +117,12 @@ class KernelCache(FunctionCache):
         except OSError as error:
             log.warning("The kernel %s is not cached: %s", self._impl.filename_base, error)
         finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
             self._lock.release(force=True)
+            self._lock = None
 
 
 def pipeline_marker(pattern: str, id_bits: int) -> Path:

@@ -12,6 +12,7 @@ from torch import Tensor
 from lm.optim.adamw_cpu import update_on_cpu
 from lm.optim.optimizer import Optimizer
 from lm.optim.shards import local_shard
+from lm.optim.weight_decay import decay_weights
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ class AdamW(Optimizer):
 
     Contiguous float32 parameters are updated by kernels: on a CPU by one call for all, on a GPU with Triton by one call
     for each. Other parameters, and all on a CPU with ``found_inf``, are updated by ``torch._foreach``. Parameters must
-    not share memory.
+    not share memory. With ``is_cautious``, weight decay is that of :func:`lm.optim.weight_decay.decay_weights`.
     """
 
     is_elementwise: ClassVar[bool] = True
@@ -34,12 +35,14 @@ class AdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        is_cautious: bool = False,
     ) -> None:
         if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(
                 f"lr {lr}, eps {eps}, weight_decay {weight_decay} must be at least 0; betas {betas} must be in [0, 1)"
             )
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "is_cautious": is_cautious}
+        super().__init__(params, options)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -86,7 +89,7 @@ def _update(
     if found_inf is None:
         torch._foreach_lerp_(m, grads, 1 - beta1)
         torch._foreach_mul_(v, beta2)
-        torch._foreach_mul_(params, 1 - weight_decay)
+        decay_weights(params, m, 1 - weight_decay, group["is_cautious"])
     else:
         is_applied = (~found_inf).to(v[0].dtype)
         for grad in grads:
@@ -94,7 +97,7 @@ def _update(
         torch._foreach_mul_(m, 1 - is_applied * (1 - beta1))
         torch._foreach_add_(m, grads, alpha=1 - beta1)
         torch._foreach_mul_(v, 1 - is_applied * (1 - beta2))
-        torch._foreach_mul_(params, 1 - is_applied * weight_decay)
+        decay_weights(params, m, 1 - is_applied * weight_decay, group["is_cautious"])
     torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
     denominators = torch._foreach_sqrt(v)
     torch._foreach_div_(denominators, math.sqrt(1 - beta2**t))
@@ -132,7 +135,7 @@ def _load_kernel(device: torch.device) -> Callable[[tuple[Tensor, ...], int, dic
         from lm.optim.adamw_triton import update
     except ModuleNotFoundError:
         return None
-    options = {"lr": 0.0, "betas": (0.9, 0.9), "eps": 1e-8, "weight_decay": 0.0}
+    options = {"lr": 0.0, "betas": (0.9, 0.9), "eps": 1e-8, "weight_decay": 0.0, "is_cautious": False}
     try:
         update(tuple(torch.zeros(4, 1, device=device)), 1, options, torch.ones((), device=device))
     except Exception as error:  # of many kinds: Triton compiles C

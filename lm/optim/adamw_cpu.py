@@ -36,7 +36,8 @@ def update_on_cpu(rows: list[tuple[Tensor, ...]], t: int, group: dict[str, Any])
     )
     count = int(addresses[:, 0].sum())
     parts = split_for_threads(count, _PART)
-    run_in_threads(update_numbers, [(addresses, *part, *map(float, options)) for part in parts])
+    is_cautious = bool(group["is_cautious"])
+    run_in_threads(update_numbers, [(addresses, *part, *map(float, options), is_cautious) for part in parts])
     torch.autograd.graph.increment_version([row[0] for row in updated])  # as torch's operators in place do
     return others
 

@@ -18,7 +18,7 @@ _BLOCK = 2048
 def _kernel(
     param_ptr, grad_ptr, m_ptr, v_ptr, is_applied_ptr, size,
     beta1_rest, beta2, beta2_rest, v_factor, eps, weight_factor, step_size,
-    BLOCK: tl.constexpr,
+    IS_CAUTIOUS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Update a block of a parameter and of its moments, unless ``is_applied`` is 0."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -27,7 +27,10 @@ def _kernel(
     m, v = tl.load(m_ptr + index, mask=mask), tl.load(v_ptr + index, mask=mask)
     m += (grad - m) * beta1_rest
     v = v * beta2 + grad * grad * beta2_rest
-    param = param * weight_factor - step_size * m / (tl.sqrt(v) * v_factor + eps)
+    decayed = param * weight_factor
+    if IS_CAUTIOUS:
+        decayed = tl.where(param * m >= 0, decayed, param)
+    param = decayed - step_size * m / (tl.sqrt(v) * v_factor + eps)
     tl.store(param_ptr + index, param, mask=mask)
     tl.store(m_ptr + index, m, mask=mask)
     tl.store(v_ptr + index, v, mask=mask)
@@ -54,6 +57,7 @@ def update(row: tuple[Tensor, ...], t: int, group: dict[str, Any], is_applied: T
             group["eps"],
             1 - group["lr"] * group["weight_decay"],
             group["lr"] / (1 - beta1**t),
+            IS_CAUTIOUS=group["is_cautious"],
             BLOCK=_BLOCK,
             num_warps=8,
         )

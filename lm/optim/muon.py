@@ -9,6 +9,10 @@ from torch import Tensor
 
 from lm.optim.optimizer import Optimizer
 from lm.optim.shards import gather, local_shard, shard_like
+from lm.optim.weight_decay import decay_weights
+
+RMS_OF_UPDATES = 0.2
+"""Root mean square of an update's entries over the learning rate: about that of AdamW (Liu et al. 2025)."""
 
 
 class Muon(Optimizer):
@@ -19,7 +23,8 @@ class Muon(Optimizer):
     square of its entries is then about 0.2 · ``lr``, as with AdamW, so the two can share lr and weight decay. Each
     matrix of a stack (n, rows, columns), such as those of experts, is updated by itself. The steps are computed in
     ``product_dtype``; bfloat16 is enough for training. Default: the dtype of the parameters. The ranks that share a
-    DTensor all compute the steps of the whole matrix.
+    DTensor all compute the steps of the whole matrix. With ``is_cautious``, weight decay is that of
+    :func:`lm.optim.weight_decay.decay_weights`.
 
     Raises ValueError for a parameter that is neither a matrix nor a stack of matrices.
     """
@@ -31,13 +36,15 @@ class Muon(Optimizer):
         momentum: float = 0.95,
         weight_decay: float = 0.01,
         product_dtype: torch.dtype | None = None,
+        is_cautious: bool = False,
     ) -> None:
         if lr < 0 or weight_decay < 0 or not 0 <= momentum < 1:
             raise ValueError(
                 f"lr {lr}, weight_decay {weight_decay} must be at least 0; momentum {momentum} must be in [0, 1)"
             )
         self.product_dtype = product_dtype
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "is_cautious": is_cautious}
+        super().__init__(params, options)
         for p in (p for group in self.param_groups for p in group["params"]):
             if p.ndim not in (2, 3):  # step would stack vectors and orthogonalize them against each other
                 raise ValueError(f"a parameter has shape {tuple(p.shape)}; Muon takes matrices and stacks of matrices")
@@ -58,7 +65,7 @@ class Muon(Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     params_by_shape.setdefault(p.shape, []).append(p)
-            for shape, params in params_by_shape.items():
+            for params in params_by_shape.values():
                 is_applied: float | Tensor = 1.0 if found_inf is None else (~found_inf).to(params[0].dtype)
                 for p in params:
                     grad = local_shard(cast(Tensor, p.grad))
@@ -71,15 +78,23 @@ class Muon(Optimizer):
                 nesterov_momenta = torch.stack(
                     [gather(cast(Tensor, p.grad).lerp(self.state[p]["momentum"], group["momentum"])) for p in params]
                 )
-                updates = orthogonalize(nesterov_momenta, self.product_dtype)
+                updates, scale = self.find_updates(nesterov_momenta, params, is_applied)
                 if found_inf is not None:
                     updates *= is_applied
                 shards = [local_shard(p) for p in params]
-                torch._foreach_mul_(shards, 1 - is_applied * group["lr"] * group["weight_decay"])
-                scale = 0.2 * math.sqrt(max(shape[-2:]))
                 own_updates = [local_shard(shard_like(x, p)) for x, p in zip(updates.unbind(), params, strict=True)]
+                factor = 1 - is_applied * group["lr"] * group["weight_decay"]
+                decay_weights(shards, own_updates, factor, group["is_cautious"])
                 torch._foreach_add_(shards, own_updates, alpha=-group["lr"] * scale)
         return loss
+
+    def find_updates(self, momenta: Tensor, params: list[Tensor], is_applied: float | Tensor) -> tuple[Tensor, float]:
+        """Return what is subtracted from ``params``, divided by the learning rate, as a tensor and its factor.
+
+        ``momenta`` are the Nesterov momenta of parameters of one shape, stacked. If ``is_applied`` is 0, state must not
+        change.
+        """
+        return orthogonalize(momenta, self.product_dtype), RMS_OF_UPDATES * math.sqrt(max(momenta.shape[-2:]))
 
 
 def orthogonalize(matrices: Tensor, product_dtype: torch.dtype | None = None) -> Tensor:

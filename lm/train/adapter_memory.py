@@ -56,7 +56,9 @@ def predict_adapter_memory(
     divisible = base_element * (total - (sum(numbers) if is_nf4 else 0))
     trained = [shape for shapes in linear for name, shape in shapes.items() if _is_target(adapter, name)]
     weights = 4 * adapter.rank * sum(o + i for o, i in trained)
-    state = weights * (1 if config.optimizer == "muon" else 2)
+    state = weights * (1 if config.optimizer in ("muon", "normuon") else 2)
+    if config.average_steps:
+        state += weights * (world_size if kind == "zero1" else 1)  # with zero1 each process has all of the average
     # Autocast makes a copy of each float32 matrix, which the backward pass needs; of those in 4 bits none stays.
     copies = [2 * number if has_autocast and adapter.dtype == "float32" else 0 for number in numbers]
     blocks = [

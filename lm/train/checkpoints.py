@@ -17,6 +17,7 @@ from lm.checkpoint.training_checkpoint import (
     step_directories,
     step_name,
 )
+from lm.checkpoint.training_snapshot import TrainingSnapshot
 from lm.common.errors import StorageError, UserError
 from lm.distributed.plan import Parallel
 from lm.files.atomic_dir import hold_shared_lock
@@ -24,23 +25,29 @@ from lm.model.transformer import TransformerLM
 from lm.train.tracking import iterate_metrics, write_metrics
 
 log = logging.getLogger(__name__)
+AVERAGE_NAME = "average"
+"""The checkpoint of the weights averaged over the last steps. No training resumes from it."""
 
 
-def save_step(
-    out: Path,
+def save_checkpoint(
+    directory: Path,
     model: TransformerLM,
     optimizers: list[Optimizer],
     step: int,
     description: dict[str, Any],
     parallel: Parallel,
+    snapshot: TrainingSnapshot | None = None,
 ) -> None:
-    """Save a checkpoint in ``out``. Raises StorageError if it cannot be written, e.g. on a full disk."""
+    """Save a checkpoint, see :func:`lm.checkpoint.training_checkpoint.save_training`.
+
+    Raises StorageError if it cannot be written, e.g. on a full disk.
+    """
     try:
-        save_training(out / step_name(step), model, optimizers, step, description, parallel)
+        save_training(directory, model, optimizers, step, description, parallel, snapshot)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise the latter two
-        newest = newest_checkpoint(out)
+        newest = newest_checkpoint(directory.parent)
         raise StorageError(
-            f"The checkpoint of step {step:,} cannot be saved in {out}: {error}. Free some space there; "
+            f"The checkpoint of step {step:,} cannot be saved in {directory.parent}: {error}. Free some space there; "
             f"{f'the training resumes from {newest}' if newest else 'no checkpoint was saved'}."
         ) from error
 

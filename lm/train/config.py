@@ -5,12 +5,17 @@ Importing this module does not import torch, so that the command line starts fas
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from lm.common.config import Config, bounded_field
 from lm.common.errors import UserError
 from lm.model.config import ModelConfig, MoEConfig
+
+WeightDecayRule = Literal["constant", "scheduled", "cautious"]
+_LATER_FIELDS = frozenset(
+    ["max_seconds", "head_lr_scale", "vector_lr_scale", "vector_beta2", "weight_decay_rule", "average_tail"]
+)
 
 
 @dataclass(frozen=True)
@@ -32,14 +37,20 @@ class TrainConfig(Config, section="train"):
     """Micro-batches per step, whose gradients are added. More micro-batches need less memory."""
     data_order: Literal["random", "shuffled_epochs"] = "random"
     """random: sequences start anywhere in the text. shuffled_epochs: each epoch has all windows in a new order."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """adamw: for all parameters. muon: for the matrices of the blocks, and adamw for the other parameters."""
+    optimizer: Literal["adamw", "muon", "normuon", "soap_muon"] = "adamw"
+    """adamw: for all parameters. The others are for the matrices of the blocks, with adamw for the other parameters.
+    muon: momentum with an orthogonalized update. normuon: the same, with equal updates for each neuron. soap_muon: muon
+    with a momentum that is preconditioned in the eigenbasis of the gradients; it needs twice the memory for state."""
     max_lr: float = bounded_field(1e-3, ge=0, lt=math.inf)
     """Peak learning rate, after the warm-up."""
     min_lr: float = bounded_field(1e-4, ge=0, lt=math.inf)
     """Learning rate of the last step."""
     embedding_lr_scale: float = bounded_field(1.0, gt=0, lt=math.inf)
     """Factor for the learning rate of the token embedding. Most rows of the embedding have a gradient in few steps."""
+    head_lr_scale: float = bounded_field(1.0, gt=0, lt=math.inf)
+    """Factor for the learning rate of the output head, if the model does not share it with the token embedding."""
+    vector_lr_scale: float = bounded_field(1.0, gt=0, lt=math.inf)
+    """Factor for the learning rate of norm weights and biases."""
     warmup_steps: int = bounded_field(200, ge=0)
     """Steps over which the learning rate rises from 0. Less than steps; with wsd, at most steps minus the decay."""
     schedule: Literal["cosine", "wsd"] = "cosine"
@@ -50,8 +61,17 @@ class TrainConfig(Config, section="train"):
     """AdamW's decay rate for the mean of gradients."""
     beta2: float = bounded_field(0.95, ge=0, lt=1)
     """AdamW's decay rate for the mean of squared gradients."""
+    vector_beta2: float | None = bounded_field(None, ge=0, lt=1)
+    """beta2 of norm weights and biases. Default: beta2."""
     weight_decay: float = bounded_field(0.1, ge=0, lt=math.inf)
-    """Decoupled weight decay of matrices. Norm weights have no weight decay."""
+    """Decoupled weight decay of matrices: in each step they shrink by this times the learning rate. Norm weights and
+    biases have no weight decay."""
+    weight_decay_rule: WeightDecayRule = "constant"
+    """constant: weight_decay stays the same. scheduled: it follows the schedule of the learning rate, from weight_decay
+    at max_lr. cautious: only weights that the update moves toward 0 shrink."""
+    average_tail: float = bounded_field(0.0, ge=0, le=1)
+    """Fraction of the steps, at the end, over which the weights are averaged. The checkpoint "average" has the mean,
+    and is the result of the training if its loss is lower than that of the best checkpoint. 0: no average."""
     max_grad_norm: float = bounded_field(1.0, gt=0, lt=math.inf)
     """Gradients are clipped to this global L2 norm."""
     precision: Literal["auto", "float32", "bfloat16"] = "float32"
@@ -99,15 +119,21 @@ class TrainConfig(Config, section="train"):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The fields that decide the output of a stage. Of the model to continue from, its content does. A limit that
-        is not set is left out, so that trainings from before there was one stay cached."""
-        left_out = {"init_from"} if self.max_seconds else {"init_from", "max_seconds"}
+        """The fields that decide the output of a stage. Of the model to continue from, its content does. Later fields
+        are left out while they have their defaults, so that trainings from before they existed stay cached."""
+        later = {entry.name: entry.default for entry in fields(self) if entry.name in _LATER_FIELDS}
+        left_out = {"init_from"} | {name for name, default in later.items() if getattr(self, name) == default}
         return {name: value for name, value in asdict(self).items() if name not in left_out}
 
     @property
     def decay_steps(self) -> int:
         """Number of steps over which wsd decays."""
         return round(self.decay_fraction * self.steps)
+
+    @property
+    def average_steps(self) -> int:
+        """Number of steps at the end over which the weights are averaged."""
+        return round(self.average_tail * self.steps)
 
     def lr(self, step: int) -> float:
         """Return the learning rate of a step; the first step is 1."""

@@ -226,6 +226,14 @@ def replace_non_finite(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def write_result(out: Path, result: dict[str, Any]) -> None:
+    """Write ``training.json``, and plot the metrics. Raises StorageError if a file cannot be written."""
+    text = json.dumps(replace_non_finite(result), indent=1, allow_nan=False)
+    with translate_write_errors(out):
+        plot_metrics(read_metrics(out / "metrics.jsonl"), out / "loss.png")
+        (out / "training.json").write_text(text, encoding="utf-8")
+
+
 def plot_metrics(rows: list[dict[str, Any]], out: Path | BinaryIO) -> None:
     """Plot training loss, validation loss and learning rate over the steps as a PNG."""
     from matplotlib.figure import Figure  # slow to import

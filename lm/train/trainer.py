@@ -1,21 +1,20 @@
 """The training loop: optimizer steps, evaluations and checkpoints. Source: CS336 assignment 1 (section 5)."""
 
-import json
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lm.checkpoint.training_checkpoint import ROW_FILES, load_training, step_name
-from lm.common.errors import Stopped, UserError, translate_write_errors
+from lm.common.errors import Stopped, UserError
 from lm.common.execution import Execution
 from lm.common.phases import phase
 from lm.data.batches import prefetch_batches
@@ -38,20 +37,28 @@ from lm.hardware.memory import keep_freed_memory, return_freed_memory
 from lm.hardware.peak_flops import peak_flops
 from lm.model.flops import flops_per_token
 from lm.model.transformer import TransformerLM
-from lm.train.checkpoints import adopt_checkpoints, find_resumable, prune_checkpoints, save_step
+from lm.optim.weight_average import WeightAverage
+from lm.train.checkpoint_writer import CheckpointWriter
+from lm.train.checkpoints import AVERAGE_NAME, adopt_checkpoints, find_resumable, prune_checkpoints, save_checkpoint
 from lm.train.config import TrainConfig
 from lm.train.expert_balance import ExpertBalance
 from lm.train.frozen_base import FrozenBase
 from lm.train.objective import MicroBatch, Objective
-from lm.train.optimizers import make_optimizers, whole_parameters
+from lm.train.optimizers import (
+    copy_options,
+    make_average,
+    make_optimizers,
+    replace_options,
+    set_rates,
+    whole_parameters,
+)
+from lm.train.schedule_progress import ScheduleProgress
 from lm.train.skipped_steps import SkippedSteps
 from lm.train.throughput import StepTimer, Throughput
-from lm.train.tracking import Tracker, log_step, plot_metrics, read_metrics, replace_non_finite
+from lm.train.tracking import Tracker, log_step, write_result
 from lm.train.training_memory import check_directory_is_shared, choose_parallel
 
 log = logging.getLogger(__name__)
-
-Due = Literal["evaluate", "validate", "log", "save"]
 
 
 class Trainer:
@@ -88,6 +95,10 @@ class Trainer:
         kind = choose_parallel(execution, config, model.config, self.device, base.adapter if base else None)
         self.parallel = parallelize(model, execution, kind, whole_parameters(model, config))
         self.optimizers = make_optimizers(model, config, self.parallel)
+        self.average = make_average(model, config)
+        self.saved_optimizers = [*self.optimizers, *([self.average] if self.average else [])]
+        self.saves = self.rank == 0 or self.parallel.shards_state
+        self.writer = CheckpointWriter(model, self.saved_optimizers, self.parallel)
         self.balance = ExpertBalance(model, model.config.moe) if model.config.moe else None
         self.loss_sum: Callable[[MicroBatch], Tensor] = self._loss_sum
         self.flops_per_step = objective.tokens_per_step * flops_per_token(model.config)
@@ -102,11 +113,10 @@ class Trainer:
         self.best: dict[str, Any] = {"step": 0, objective.metric_names[0]: None}
         self.evaluations_without_improvement = 0
         self.skipping = SkippedSteps(self.device)
-        self.curve_interval = config.steps // (execution.min_validations if objective.is_evaluation_cheap else 1) or 1
+        curve_points = execution.min_validations if objective.is_evaluation_cheap else 1
+        self.progress = ScheduleProgress(config, execution, curve_points)
         # On a GPU the host would wait; the optimizers skip a step on the device instead.
         self.reads_each_step = self.device.type != "cuda"
-        self.seconds = 0.0  # spent in run() so far; counted only with max_seconds
-        self.started: float | None = None  # when run() took its first batch, minus the seconds before an interruption
         # Off-schedule checkpoint saved on interrupt; the next save deletes it.
         self.off_schedule_checkpoint: Path | None = None
         self.tracker: Tracker | None = None  # of rank 0, during run()
@@ -151,16 +161,15 @@ class Trainer:
         call_on_rank0(lambda: adopt_checkpoints(previous, self.out, resumable))
         if not (name := resumable.name):
             return False
-        options = [{key: group[key] for key in group if key != "params"} for group in self._parameter_groups()]
+        options = copy_options(self.optimizers)
         description = resumable.description
-        self.step = load_training(self.out / name, self.model, self.optimizers, self.parallel, description)
-        for group, group_options in zip(self._parameter_groups(), options, strict=True):
-            group.update(group_options)  # from the config, not from the checkpoint
+        self.step = load_training(self.out / name, self.model, self.saved_optimizers, self.parallel, description)
+        replace_options(self.optimizers, options)  # from the config, not from the checkpoint
         best_step = description["best"]["step"]
         if step_name(best_step) in {path.name for path in resumable.paths}:  # else a later one becomes the best
             self.best = description["best"]
         self.evaluations_without_improvement = description["evaluations_without_improvement"]
-        self.seconds = description.get("seconds", 0.0)
+        self.progress.seconds = description.get("seconds", 0.0)
         self.skipping = SkippedSteps.from_description(self.device, description)
         is_by_steps = not self.config.max_seconds
         if is_by_steps and self.step % self.config.checkpoint_interval and best_step != self.step:
@@ -183,22 +192,24 @@ class Trainer:
         tokens, flops = self.objective.tokens_per_step, self.flops_per_step
         timer = StepTimer(self.step, tokens, flops, peak and peak * self.world_size)
         tracking = closing(self.tracker) if self.tracker else nullcontext()
-        with tracking, self.explain_out_of_memory(), self.loading() as load_micro_batches:
+        with tracking, self.explain_out_of_memory(), self.writer, self.loading() as load_micro_batches:
             while not self._is_finished():
-                earlier = self._schedule_step()
+                earlier = self.progress.position(self.step)
                 lr = self.config.lr(1 + int(earlier))
                 micro_batches = load_micro_batches(self.step)
                 # From the first batch on: before it, some objectives compute what a reference model says.
-                self.started = self.started or time.perf_counter() - self.seconds
+                self.progress.start_clock()
                 loss, grad_norm, is_stopping = self.train_step(micro_batches, lr, stop_event)
                 self.step += 1
-                self._read_clock()
-                due = self._find_due(earlier)
+                self.progress.read_clock()
+                if self.average and self.progress.is_in_average(self.step):
+                    self.average.step()
+                due = self.progress.find_due(self.step, earlier)
                 if self.reads_each_step or due or is_stopping:
                     self.skipping.read(self.step, self.out)  # waits for the device
                 row: dict[str, Any] = {"step": self.step, "lr": lr}
                 if self.skipping.consecutive:  # a skipped step has no figures
-                    due = due & {"evaluate"} if self._schedule_step() >= self.config.steps else set()
+                    due = due & {"evaluate"} if self.progress.is_over(self.step) else set()
                 elif due - {"save"}:
                     row["loss"] = float(loss)
                 row |= (step_metrics := self.objective.step_metrics())
@@ -207,7 +218,7 @@ class Trainer:
                 with timer.paused():
                     if due & {"evaluate", "validate"}:
                         row |= self._evaluate() if "evaluate" in due else self._compute_metrics(is_logged=False)
-                        self._read_clock()  # before the save, so that a resumed training knows this time too
+                        self.progress.read_clock()  # before the save: a resumed training knows this time too
                     if self.tracker and (due - {"save"} or step_metrics):
                         self.tracker.add(row)
                     # Saved after the row, so that a resumed training has the metrics of all earlier steps.
@@ -218,25 +229,12 @@ class Trainer:
                         barrier()  # rank 0 saves and samples alone; the next collective of tensors has a short timeout
                 progress(self.step)
                 if is_stopping and not self._is_finished():
+                    self.writer.wait()
                     raise Stopped(
                         f"The training was stopped after step {self.step:,} and saved in "
                         f"{self.out / step_name(self.step)}; start it again to resume."
                     )
             return self._finish()
-
-    def _find_due(self, earlier: float) -> set[Due]:
-        """Return what to do after a step. ``earlier``: the step of the schedule before it."""
-        is_last = self._schedule_step() >= self.config.steps
-        due: set[Due] = set()
-        if is_last or self._has_passed(self.config.eval_interval, earlier):
-            due.add("evaluate")
-        elif self._has_passed(self.curve_interval, earlier):
-            due.add("validate")  # for the curve alone: the best checkpoint and the patience belong to the key
-        if is_last or self.step == 1 or self.step % self.execution.log_interval == 0:
-            due.add("log")
-        if self._has_passed(self.config.checkpoint_interval, earlier):
-            due.add("save")
-        return due
 
     def loading(self) -> AbstractContextManager[Callable[[int], Sequence[MicroBatch]]]:
         """Return a context manager that yields a function: it returns the micro-batches of a step, loaded ahead if
@@ -258,7 +256,7 @@ class Trainer:
         if self.balance:
             row |= self.balance.metrics()
             step_metrics = step_metrics | {"expert_load_max": row["expert_load_max"]}
-        total = max(self.step, round(self.step * self.config.steps / self._schedule_step()))
+        total = max(self.step, round(self.step * self.config.steps / self.progress.position(self.step)))
         log_step(row, total, throughput, step_metrics)
         if self.device.type == "cpu" and throughput.waiting > 0.3 and not self.is_contention_logged:
             self.is_contention_logged = True
@@ -268,20 +266,7 @@ class Trainer:
     def _is_finished(self) -> bool:
         patience = self.config.patience
         is_patience_over = patience is not None and self.evaluations_without_improvement >= patience
-        return is_patience_over or self._schedule_step() >= self.config.steps
-
-    def _schedule_step(self) -> float:
-        """Return how many of the schedule's steps are over. With ``max_seconds``, they also pass with the time."""
-        max_seconds = self.config.max_seconds
-        return max(self.step, self.config.steps * self.seconds / max_seconds) if max_seconds else self.step
-
-    def _has_passed(self, interval: int, earlier: float) -> bool:
-        """Return whether a multiple of ``interval`` lies between an ``earlier`` step of the schedule and this one."""
-        return self._schedule_step() // interval > earlier // interval
-
-    def _read_clock(self) -> None:
-        if self.config.max_seconds and self.started is not None:  # all ranks end with one step
-            self.seconds = broadcast_from_rank0(time.perf_counter() - self.started)
+        return is_patience_over or self.progress.is_over(self.step)
 
     def _settings(self) -> dict[str, dict[str, Any]]:
         adapter = self.base.description if self.base else {}
@@ -322,8 +307,7 @@ class Trainer:
         with phase("optimizer"):
             grad_norm = self.parallel.clip_grad_norm(self.config.max_grad_norm)
             found_inf = self.skipping.check(loss, grad_norm)
-            for group in self._parameter_groups():
-                group["lr"] = lr * group.get("lr_scale", 1.0)
+            set_rates(self.optimizers, lr, self.config.max_lr)
             for optimizer in self.optimizers:
                 if not self.reads_each_step:
                     optimizer.step(None, found_inf)  # type: ignore[call-overload]
@@ -333,9 +317,6 @@ class Trainer:
             if self.balance:
                 self.balance.update_biases(found_inf)
         return loss, grad_norm, is_stopping
-
-    def _parameter_groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def _compute_metrics(self, is_final: bool = False, is_logged: bool = True) -> dict[str, float]:
         with torch.no_grad(), self._autocast():
@@ -352,10 +333,7 @@ class Trainer:
         metrics = self._compute_metrics()
         if metrics:
             self.evaluations_without_improvement += 1
-            name = self.objective.metric_names[0]
-            value, best = metrics[name], self.best[name]
-            is_better = best is None or (value > best if self.objective.is_higher_better else value < best)
-            if math.isfinite(value) and is_better:
+            if self._is_best(metrics):
                 self.best, self.evaluations_without_improvement = {"step": self.step, **metrics}, 0
         model = self.parallel.full_model()
         if self.tracker:
@@ -363,29 +341,53 @@ class Trainer:
                 self.tracker.add_sample(self.step, sample.prompt, sample.text)
         return metrics
 
+    def _is_best(self, metrics: dict[str, float]) -> bool:
+        name = self.objective.metric_names[0]
+        value, best = metrics[name], self.best[name]
+        is_better = best is None or (value > best if self.objective.is_higher_better else value < best)
+        return math.isfinite(value) and is_better
+
     def save(self) -> None:
-        """Save a checkpoint of the current step and delete old checkpoints. All ranks call this together."""
-        if self.rank > 0 and not self.parallel.shards_state:
-            return
-        description = {
+        """Save a checkpoint of the current step and delete old checkpoints, while the training goes on if there is
+        memory for it. All ranks call this together."""
+        if self.saves:
+            kept = self.config.keep_checkpoints, self.best["step"], self.off_schedule_checkpoint
+            prune = partial(prune_checkpoints, self.out, *kept) if self.rank == 0 else lambda: None
+            self.writer.save(self.out / step_name(self.step), self.step, self._description(), prune)
+
+    def _description(self) -> dict[str, Any]:
+        return {
             "data": self.objective.digests,
             "train": asdict(self.config),
             "best": self.best,
             "evaluations_without_improvement": self.evaluations_without_improvement,
             **self.skipping.description,
-            "seconds": self.seconds,
+            "seconds": self.progress.seconds,
             **(self.base.description if self.base else {}),
         }
-        save_step(self.out, self.model, self.optimizers, self.step, description, self.parallel)
-        if self.rank == 0:
-            prune_checkpoints(self.out, self.config.keep_checkpoints, self.best["step"], self.off_schedule_checkpoint)
+
+    def _save_average(self, average: WeightAverage) -> bool:
+        """Save the average of the weights. Return whether it is better than the best checkpoint."""
+        with average.swapped():
+            if self.saves:
+                directory, description = self.out / AVERAGE_NAME, self._description()
+                save_checkpoint(directory, self.model, [], self.step, description, self.parallel)
+            metrics = self._compute_metrics(is_logged=False)
+        return not metrics or self._is_best(metrics)
 
     def _finish(self) -> dict[str, Any]:
-        metrics = self._compute_metrics(is_final=True)
+        self.writer.wait()
         last, best = step_name(self.step), step_name(self.best["step"])
+        if not (self.out / best).exists():
+            best = last
+        swapped: AbstractContextManager[None] = nullcontext()
+        if self.average and self.average.has_started and self._save_average(self.average):
+            best, swapped = AVERAGE_NAME, self.average.swapped()
+        with swapped:
+            metrics = self._compute_metrics(is_final=True)
         result = {
             "last": last,
-            "best": best if (self.out / best).exists() else last,
+            "best": best,
             "steps": self.step,
             "skipped_steps": self.skipping.skipped,
             "tokens": self.step * self.objective.tokens_per_step,
@@ -393,8 +395,5 @@ class Trainer:
             **metrics,
         }
         if self.rank == 0:
-            text = json.dumps(replace_non_finite(result), indent=1, allow_nan=False)
-            with translate_write_errors(self.out):
-                plot_metrics(read_metrics(self.out / "metrics.jsonl"), self.out / "loss.png")
-                (self.out / "training.json").write_text(text, encoding="utf-8")
+            write_result(self.out, result)
         return result

@@ -70,10 +70,10 @@ def predict_training_memory(
 ) -> TrainingMemory:
     """Predict the memory of a process that trains with micro-batches of ``sequences`` full contexts.
 
-    Weights, gradients and state are float32: AdamW has two moments, Muon one. Matmuls in bfloat16 run under autocast,
-    which keeps a copy of the matrices. ``kind`` is what ``world_size`` processes shard; with tensor parallelism, which
-    divides the model before, these are the parts of the batch. Raises UserError if the vocabulary size is not set, or
-    if tensor parallelism cannot divide the model.
+    Weights, gradients, state and averages are float32: AdamW has two moments, Muon one. Matmuls in bfloat16 run under
+    autocast, which keeps a copy of the matrices. ``kind`` is what ``world_size`` processes shard; with tensor
+    parallelism, which divides the model before, these are the parts of the batch. Raises UserError if the vocabulary
+    size is not set, or if tensor parallelism cannot divide the model.
     """
     whole_config = model_config
     if execution.tensor_parallel > 1:
@@ -84,9 +84,15 @@ def predict_training_memory(
     counts = parameter_count(model_config)
     hidden = counts["attention"] + counts["feed_forward"]
     weights = 4 * counts["total"]
-    state = 2 * weights - (4 * hidden if config.optimizer == "muon" else 0)
+    state = 2 * weights - (4 * hidden if config.optimizer in ("muon", "normuon") else 0)
+    layers = range(model_config.num_layers)
+    by_block = [hidden_matrices(model_config, layer) for layer in layers]
+    if config.optimizer == "soap_muon":  # two square matrices besides
+        state += sum(8 * math.prod(shape[:-2]) * min(shape[-2:]) ** 2 for shapes in by_block for shape in shapes)
+    if config.average_steps:
+        state += weights * (world_size if kind == "zero1" else 1)  # with zero1 each process has all of the average
     element = 2 if is_bfloat16 else 4
-    tokens, layers = sequences * model_config.context_length, range(model_config.num_layers)
+    tokens = sequences * model_config.context_length
     blocks = [
         tokens * block_bytes_per_token(model_config, layer, is_bfloat16)
         + score_bytes(model_config, layer, sequences, is_bfloat16)
@@ -106,7 +112,6 @@ def predict_training_memory(
     )
     recomputed = blocks[-1] if has_checkpointing else 0
     last_copies = copies // model_config.num_layers if has_checkpointing else copies
-    by_block = [hidden_matrices(model_config, layer) for layer in layers]
     sizes = [sum(math.prod(shape) for shape in shapes) for shapes in by_block]
     largest_block = hidden * max(sizes) // sum(sizes)
     # Whole ones: the processes of tensor parallelism all update them.
@@ -120,7 +125,7 @@ def predict_training_memory(
     # Muon updates all matrices of a shape together: a float32 copy, two in the dtype of the matmuls and some smaller
     # matmuls; at the end the float32 result.
     largest_shape = max(number * math.prod(shape) for shape, number in matrices.items())
-    update = (4 + 3 * element) * largest_shape // state_share if config.optimizer == "muon" else 0
+    update = (4 + 3 * element) * largest_shape // state_share if config.optimizer != "adamw" else 0
     if device_type == "cuda":
         update = max(update, weights // state_share)  # AdamW's denominators
     peak = max(

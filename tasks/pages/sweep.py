@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lm.experiments.trial import TrialResult
     from tasks.runtime.output import Output
     from tasks.runtime.run_context import Attempt
+    from tasks.sweep import RecordedText
 
 _MAX_ROWS = 100
 
@@ -30,6 +31,7 @@ def sweep(
     report: "SweepReport",
     mixture: "list[Output] | None" = None,
     gate: "list[Output] | None" = None,
+    record: "RecordedText | None" = None,
 ) -> Iterator[str]:
     """Show all points sorted by loss, their curves, the loss over each axis, and the best configuration."""
     from lm.experiments.trial import State, from_json
@@ -40,6 +42,8 @@ def sweep(
     if gate:
         contents = gate[0].json("gate.json"), gate[0].json("times.json")
         yield from gate_section(*contents, read_ledger(out.run.store), report)
+    if record:
+        yield f"### Record\n\n{record_line(out.read_json('record.json'))}"
     states = {state: count for state, count in out.figures.items() if state in get_args(State)}
     shown = ", ".join(f"{count:,} {state}" for state, count in states.items())
     loss = "bits per byte of the validation text" if page.has_validation else "the training loss, nats per token"
@@ -59,6 +63,13 @@ def sweep(
     if path.exists():
         yield "### Best configuration\n\n`best.yaml` beside the table. To run it: `textmill run --config best.yaml`."
         yield f"```yaml\n{path.read_text(encoding='utf-8')}```"
+
+
+def record_line(content: dict[str, Any]) -> str:
+    """Return the verdict of ``record.json`` in a plain sentence."""
+    made = content["record"]["made"]
+    result = content["result"]
+    return f"**{result['verdict']}**: {result['reason']}{f' ({made})' if made else ''}."
 
 
 class _SweepPage:

@@ -279,6 +279,16 @@ def _content_schema(name: str) -> "TypeAdapter[Any]":
             result: GateResult
 
         return TypeAdapter(Gate)
+    if name == "record.json":
+        from lm.experiments.config import RecordConfig
+        from lm.experiments.record import RecordResult
+
+        class Record(_Schema):
+            record: RecordConfig
+            text: _Digest
+            result: RecordResult
+
+        return TypeAdapter(Record)
     return TypeAdapter(_CONTENTS[name])
 
 

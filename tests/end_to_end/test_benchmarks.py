@@ -117,20 +117,21 @@ def test_the_speculation_benchmark_accepts_guesses_where_text_repeats() -> None:
 @pytest.mark.long
 def test_training_recipes_are_compared_by_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = small_data()
-    adamw, fast = learning.recipes(data.tokenizer.size)
+    adamw, fast, *_ = learning.recipes(data.tokenizer.size)
     assert adamw.model.context_length == fast.model.context_length and adamw.train.batch_size == fast.train.batch_size
     small = [
         replace(recipe, model=MODEL, train=replace(recipe.train, batch_size=2, precision="float32"), rates=rates)
         for recipe, rates in ((adamw, (1e-3, 1e-2, 1e-5)), (fast, (0.0, 0.01, 1e-5)))
     ]
     monkeypatch.setattr(learning, "recipes", lambda _: small)
-    result = learning.compare(320, data, tmp_path, "cpu")
-    assert result["tokens_to_loss"] > 0
-    losses = result["fast"]["192 tokens"]
-    assert result["fast"]["768 tokens"].keys() == {min(losses, key=losses.__getitem__)}
+    result = learning.compare(320, data, tmp_path, "cpu", seeds=2)
+    fast_result = result["stories-fast"]
+    assert fast_result["token_part"] > 0 and fast_result["token_part_error"] is not None
+    assert len(fast_result["192 tokens"]) == len(fast_result["768 tokens"]) == 2
+    assert fast_result["192 tokens"][0] == min(fast_result["rates"].values())
     runs = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    assert {path.name for path in tmp_path.iterdir()} >= {"adamw-0.01-320", "fast-0-192"}
-    assert learning.compare(320, data, tmp_path, "cpu") == result
+    assert {path.name for path in tmp_path.iterdir()} >= {"adamw-0.01-320", "stories-fast-0-192"}
+    assert learning.compare(320, data, tmp_path, "cpu", seeds=2) == result
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == runs
 
 

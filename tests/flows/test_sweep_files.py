@@ -216,9 +216,10 @@ def test_the_order_of_derived_options_does_not_count(size: str) -> None:
 
 @pytest.mark.parametrize("path", sorted(SweepConfig.PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_sweep_that_ships_is_valid_in_all_sizes_and_states_its_cost(path: Path) -> None:
-    assert {"demo", "stories"} <= yaml.safe_load(path.read_text())["sizes"].keys()
+    sizes = ["demo"] if path.stem == "speedrun" else ["demo", "stories"]  # a size is a record
+    assert {*sizes} <= yaml.safe_load(path.read_text())["sizes"].keys()
     assert "# Cost on two CPU cores: " in path.read_text()
-    for size in ("demo", "stories"):
+    for size in sizes:
         config = load_sweep(path.stem, size)
         assert config.name == f"{path.stem}-{size}"
         assert config.description

@@ -18,7 +18,7 @@ from lm.model.config import AdapterConfig, ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.train.adapter_memory import predict_adapter_memory
 from lm.train.config import TrainConfig
-from lm.train.optimizers import make_optimizers, whole_parameters
+from lm.train.optimizers import make_average, make_optimizers, whole_parameters
 from lm.train.training_memory import TrainingMemory, predict_training_memory
 from tests.helpers.memory import peak_of_later_calls
 from tests.helpers.ranks import rank_of_test
@@ -32,10 +32,11 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
     vocab_size: int = 512
     sequences: int = 8
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Literal["adamw", "muon", "normuon", "soap_muon"] = "adamw"
     is_bfloat16: bool = False
     has_checkpointing: bool = False
     gradient_accumulation_steps: int = 1
+    average_tail: float = 0.0
     adapter: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -49,6 +50,7 @@ class Case:
             batch_size=self.gradient_accumulation_steps,
             gradient_accumulation_steps=self.gradient_accumulation_steps,
             optimizer=self.optimizer,
+            average_tail=self.average_tail,
             precision="bfloat16" if self.is_bfloat16 else "float32",
         )
 
@@ -81,6 +83,8 @@ def measure_peak(case: Case) -> int:
             add_adapter(model, AdapterConfig(**case.adapter))
         parallel = parallelize(model, case.execution, case.parallel, whole_parameters(model, case.training))
         optimizers = make_optimizers(model, case.training, parallel)
+        if average := make_average(model, case.training):
+            optimizers.append(average)
 
         def step() -> None:
             for number in range(case.gradient_accumulation_steps):

@@ -35,6 +35,8 @@ def read_sweep_base(arguments: list[str]) -> PipelineConfig | None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--size", nargs="?", default="")
     size, rest = parser.parse_known_args(arguments[1:])
+    if arguments[0] == "speedrun":
+        rest = ["speedrun", *rest]
     if not rest or {"-h", "--help"} & {*rest}:
         return None
     if rest[0].startswith("-"):  # without its base, the sweep's options would be those of another configuration

@@ -23,7 +23,7 @@ Make a model
   run          train a tokenizer and a model on text, and sample from it
   plan         show what a run would do and why, and what it needs
   posttrain    fine-tune a model on dialogs, preferences or rewards
-  sweep        train with many settings, and compare
+  sweep        compare many settings  speedrun   repeat a record
   teach        ask another model      dialogs    show fine-tuning data
   curate       filter and write text  explain    what a rule makes of a text
 Use a model
@@ -53,6 +53,7 @@ _SHORT_OPTIONS = {
     "explain": "text document filter.rules preset config",
     "posttrain": "base methods distill.teacher dialogs.train dialogs.task preset config root name until refresh plan",
     "sweep": "sweep size variant seeds root refresh plan data.train name",
+    "speedrun": "size root refresh plan data.train data.valid",
 }
 """The options that ``COMMAND --help`` shows. Other commands have few options, and it shows all."""
 

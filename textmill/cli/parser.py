@@ -189,11 +189,14 @@ def build_parser(preset: str = "demo", base: PipelineConfig | None = None, only:
     sweep.option("size", "", "such as demo or stories; default: the first size in the file")
     sweep.option("variant", "", "with gate: YAML file of the options to try, such as train.beta2: 0.99")
     sweep.option("seeds", None, "with gate: number of seeds; default: that of the file", type=PositiveInt | None)
-    sweep.share("root", "refresh", "plan")
-    if only in (None, "sweep"):
-        sweep.add_class_arguments(PipelineConfig)
-    if base and only == "sweep":
-        sweep.set_defaults(flat_fields(asdict(base)))
+    speedrun = add("speedrun", "Train a recipe again, with several seeds, and say whether its record holds.")
+    speedrun.option("size", "", "the record: demo (minutes) or stories; default: demo")
+    for command in (sweep, speedrun):
+        command.share("root", "refresh", "plan")
+        if only in (None, "sweep", "speedrun"):
+            command.add_class_arguments(PipelineConfig)
+        if base and only in ("sweep", "speedrun"):
+            command.set_defaults(flat_fields(asdict(base)))
 
     sample = add("sample", "Sample text from a model.", "model", "root", "device", "quantize")
     sample.option("prompt", None, "text to continue; may be repeated", type=str, action="append")
@@ -313,7 +316,7 @@ def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
     except OverflowError as error:
         raise UserError(f"An option's number is out of range: {error}.") from None
     options = parsed[parsed.command]
-    configs: dict[str, Any] = dict.fromkeys((*_PIPELINE_COMMANDS, "sweep", "explain"), PipelineConfig)
+    configs: dict[str, Any] = dict.fromkeys((*_PIPELINE_COMMANDS, "sweep", "speedrun", "explain"), PipelineConfig)
     configs |= {"posttrain": PosttrainConfig, "curate": CurateConfig}
     types = get_type_hints(configs[parsed.command]) if parsed.command in configs else {}
     for name in (name for name, kind in types.items() if is_dataclass(kind)):
@@ -367,7 +370,7 @@ def parse_command(arguments: list[str]) -> tuple[str, Namespace]:
     known, others = early.parse_known_args(arguments[1:])
     preset = str(known.preset or "demo")
     topics = [other.partition("=")[2] for other in others if other in ("-h", "--help") or other.startswith("--help=")]
-    base = read_sweep_base(arguments) if command == "sweep" else None
+    base = read_sweep_base(arguments) if command in ("sweep", "speedrun") else None
     if command in ("run", "plan") and not topics:
         base = read_last_config(known.root, known.again, known.fresh, known.preset)
     parser = build_parser(preset, base, command)

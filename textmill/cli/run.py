@@ -109,8 +109,8 @@ def _read_curate_arguments(options: Namespace) -> _Arguments:
 def _read_sweep_arguments(options: Namespace) -> _Arguments:
     from flows.sweep import sweep_stages
 
-    config = with_base(load_sweep(options.sweep, options.size), read_config(PipelineConfig, options))
-    config = with_gate(config, options.variant, options.seeds)
+    config = with_base(load_sweep(options.get("sweep", "speedrun"), options.size), read_config(PipelineConfig, options))
+    config = with_gate(config, options.get("variant", ""), options.get("seeds"))
     refresh = _stage_names(options.refresh, SweepStage)
     config.check_stages(None, refresh)
     return _Arguments(sweep_stages, config, None, with_trials(refresh) if options.plan else refresh)
@@ -120,7 +120,7 @@ def _read_sweep_arguments(options: Namespace) -> _Arguments:
 run_command = partial(_run_flow, "pipeline", read_pipeline_arguments, format_summary)
 posttrain_command = partial(_run_flow, "posttrain", _read_posttrain_arguments, format_summary)
 curate_command = partial(_run_flow, "curate", _read_curate_arguments, format_curation)
-sweep_command = partial(_run_flow, "sweep", _read_sweep_arguments, format_sweep)
+sweep_command = speedrun_command = partial(_run_flow, "sweep", _read_sweep_arguments, format_sweep)
 
 
 def profile_command(options: Namespace) -> None:

@@ -20,6 +20,7 @@ from tasks.pages.gate import comparison_rows, verdict_lines
 from tasks.pages.markdown import format_size, plain, shorten
 from tasks.pages.posttrain import percent_with_interval
 from tasks.pages.profile import compute_rows, describe, memory_rows, phase_rows
+from tasks.pages.sweep import record_line
 from tasks.pages.tokenizer import compression_rows, loss_rows
 from tasks.runs.models import RESULT_STAGES, DirectoryModel, RunModel
 from tasks.runs.run_record import absolute_root, outputs_of
@@ -236,6 +237,8 @@ def format_sweep(record: dict[str, Any]) -> str:
         lines = ["", *_align([header, *rows]), "", *verdict_lines(content, times)]
     elif (more := len(points) - _MAX_POINTS) > 0:
         lines.append(f"… and {more:,} more")
+    if "record" in output.manifest["figures"]:
+        lines += ["", f"The record is {record_line(output.json('record.json')).replace('**', '')}"]
     lines += ["", "Outputs:", f"  table   {output.url}/table.csv"]
     lines.append(f"  report  {output.store.url('runs', record['name'])}.md")
     if "best_point" in output.manifest["figures"]:

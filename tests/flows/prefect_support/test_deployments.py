@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from operator import attrgetter
 from pathlib import Path
@@ -107,6 +108,7 @@ def start_up(
         stdout=subprocess.PIPE if terminal is None else terminal,
         stderr=subprocess.PIPE if terminal is None else terminal,
         start_new_session=True,
+        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),  # nohup ignores it
         text=True,
     )
 

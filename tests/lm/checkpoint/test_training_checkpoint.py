@@ -49,6 +49,18 @@ def test_resumed_training_equals_an_uninterrupted_one(saved: Path) -> None:
         assert are_states_equal(resumed.state_dict(), expected.state_dict())
 
 
+def test_a_loaded_state_is_saved_with_the_same_bytes(saved: Path, tmp_path: Path) -> None:
+    """Also if equal strings are other objects than before: pickle writes an object that occurs twice once."""
+    model, optimizers = make_training(1)
+    load_training(saved, model, optimizers)
+    for optimizer in optimizers:
+        for entry in (*optimizer.state.values(), *optimizer.param_groups):
+            for key in list(entry):
+                entry[key[:1] + key[1:]] = entry.pop(key)
+    save_training(tmp_path / "again", model, optimizers, 5, {"seed": 42})
+    assert (tmp_path / "again" / "optimizer.pt").read_bytes() == (saved / "optimizer.pt").read_bytes()
+
+
 def test_a_checkpoint_restores_the_random_number_generator(tmp_path: Path) -> None:
     """Sampling goes on with the numbers that an uninterrupted training would draw."""
     model, optimizers = make_training(0)

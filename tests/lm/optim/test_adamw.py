@@ -48,12 +48,13 @@ def test_a_skipped_first_step_changes_nothing_without_eps() -> None:
 @given(
     beta1=st.sampled_from([0.0, 0.9]),
     weight_decay=st.sampled_from([0.0, 0.3]),
+    is_cautious=st.booleans(),
     size=st.sampled_from([0, 1, 100, 2048, 5000]),
     step=st.integers(1, 50),
     is_skipped=st.booleans(),
 )
 def test_the_kernel_of_gpus_equals_the_lists(
-    beta1: float, weight_decay: float, size: int, step: int, is_skipped: bool
+    beta1: float, weight_decay: float, is_cautious: bool, size: int, step: int, is_skipped: bool
 ) -> None:
     """Without a GPU, in Triton's interpreter. A skipped step changes nothing, whatever the gradient."""
     from lm.optim.adamw_triton import update
@@ -64,7 +65,7 @@ def test_the_kernel_of_gpus_equals_the_lists(
     if is_skipped:
         tensors[1].fill_(torch.nan)
     rows = [tuple(tensors.clone()) for _ in range(2)]
-    group = {"lr": 0.01, "betas": (beta1, 0.95), "eps": 1e-8, "weight_decay": weight_decay}
+    group = {"lr": 0.01, "betas": (beta1, 0.95), "eps": 1e-8, "weight_decay": weight_decay, "is_cautious": is_cautious}
     found_inf = torch.tensor(is_skipped, device=device)
     update(rows[0], step, group, (~found_inf).float())
     params, grads, m, v = ([x] for x in rows[1])
@@ -93,7 +94,7 @@ def test_a_kernel_that_does_not_compile_is_left_out(
 def test_defaults_are_those_of_torch() -> None:
     defaults = AdamW(make_parameters([(2,)])).defaults
     torch_defaults = torch.optim.AdamW(make_parameters([(2,)])).defaults
-    assert defaults == {key: torch_defaults[key] for key in defaults}
+    assert defaults == {key: torch_defaults.get(key, False) for key in defaults}
 
 
 def test_first_step_by_hand() -> None:

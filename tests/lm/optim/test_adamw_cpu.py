@@ -13,7 +13,7 @@ from lm.optim.adamw import AdamW, _update
 from lm.optim.adamw_cpu import update_on_cpu
 from tests.helpers.examples import examples
 
-GROUP = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+GROUP = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "is_cautious": False}
 SPECIAL = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, 1e-38, -1e-30, 1e-20, 1e20, 3e38, -3e38])
 
 
@@ -57,6 +57,7 @@ def assert_same(rows: list[tuple[Tensor, ...]], expected: list[tuple[Tensor, ...
     betas=st.tuples(*[st.sampled_from([0.0, 0.3, 0.5, 0.9, 0.999])] * 2),
     eps=st.sampled_from([0.0, 1e-8, 1e-3]),
     weight_decay=st.sampled_from([0.0, 0.01, 0.3]),
+    is_cautious=st.booleans(),
     first_step=st.integers(1, 3000),
     has_special_numbers=st.booleans(),
     part=st.sampled_from([1, 50, 1000, 1 << 16]),
@@ -70,13 +71,14 @@ def test_the_kernel_gives_the_bits_of_the_reference(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    is_cautious: bool,
     first_step: int,
     has_special_numbers: bool,
     part: int,
     seed: int,
 ) -> None:
     """At any alignment, in one thread and in three. Only the roots are not torch's, because those of MKL differ."""
-    group = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    group = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "is_cautious": is_cautious}
     rows, expected = ([make_row(shape, seed, offset) for shape in shapes] for _ in range(2))
     for t in range(first_step, first_step + 3):
         for some in (rows, expected):

@@ -11,13 +11,15 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from lm.optim.adamw import AdamW
 from lm.optim.clip import clip_grad_norm
 from lm.optim.muon import Muon
+from lm.optim.normuon import NorMuon
 from lm.optim.sgd import SGD
+from lm.optim.soap_muon import SoapMuon
 from tests.helpers.optimizers import assert_all_close, make_parameters, set_gradients
 
 AnyOptimizer = type[SGD] | type[AdamW] | type[Muon]
 
 
-@pytest.mark.parametrize("optimizer_class", [SGD, AdamW, Muon])
+@pytest.mark.parametrize("optimizer_class", [SGD, AdamW, Muon, NorMuon, SoapMuon])
 def test_restored_optimizer_continues_exactly(optimizer_class: AnyOptimizer) -> None:
     shapes = [(3, 4), (3, 4), (6, 2)]
     uninterrupted = make_parameters(shapes)
@@ -35,7 +37,7 @@ def test_restored_optimizer_continues_exactly(optimizer_class: AnyOptimizer) -> 
     assert_all_close(uninterrupted, restored, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("optimizer_class", [SGD, AdamW, Muon])
+@pytest.mark.parametrize("optimizer_class", [SGD, AdamW, Muon, NorMuon, SoapMuon])
 def test_parameters_without_gradient_do_not_change(optimizer_class: AnyOptimizer) -> None:
     """Weight decay does not change them either, as in torch."""
     params = make_parameters([(3, 4), (3, 4)])
@@ -45,7 +47,7 @@ def test_parameters_without_gradient_do_not_change(optimizer_class: AnyOptimizer
     assert torch.equal(params[1].detach(), before)
 
 
-@pytest.mark.parametrize("optimizer_class", [SGD, AdamW, Muon])
+@pytest.mark.parametrize("optimizer_class", [SGD, AdamW, Muon, NorMuon, SoapMuon])
 def test_closure_is_evaluated_with_gradients(optimizer_class: AnyOptimizer) -> None:
     params = make_parameters([(3, 4)])
     optimizer = optimizer_class(params, lr=1e-2)
@@ -61,7 +63,7 @@ def test_closure_is_evaluated_with_gradients(optimizer_class: AnyOptimizer) -> N
     assert params[0].requires_grad
 
 
-@pytest.mark.parametrize("optimizer_class", [SGD, AdamW, Muon])
+@pytest.mark.parametrize("optimizer_class", [SGD, AdamW, Muon, NorMuon, SoapMuon])
 def test_step_without_closure_returns_none(optimizer_class: AnyOptimizer) -> None:
     assert optimizer_class(make_parameters([(2, 2)])).step() is None
 
@@ -79,6 +81,8 @@ def test_step_without_closure_returns_none(optimizer_class: AnyOptimizer) -> Non
         (Muon, {"momentum": 1.0}),
         (Muon, {"momentum": -0.5}),
         (Muon, {"weight_decay": -0.1}),
+        (NorMuon, {"beta2": 1.0}),
+        (SoapMuon, {"beta2": -0.1}),
     ],
 )
 def test_invalid_hyperparameters(optimizer_class: AnyOptimizer, options: dict[str, Any]) -> None:
@@ -86,7 +90,7 @@ def test_invalid_hyperparameters(optimizer_class: AnyOptimizer, options: dict[st
         optimizer_class(make_parameters([(2, 2)]), **options)
 
 
-@pytest.mark.parametrize("optimizer_class", [AdamW, Muon])
+@pytest.mark.parametrize("optimizer_class", [AdamW, Muon, NorMuon, SoapMuon])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_found_inf_skips_a_step(optimizer_class: type[AdamW] | type[Muon], dtype: torch.dtype) -> None:
     """False: the step is a usual one. True: parameters and state do not change, whatever the gradients are."""
@@ -116,7 +120,7 @@ def test_no_step_reads_a_value_on_the_host() -> None:
         for p in params:
             p.grad = torch.randn(8, 4)
         norm = clip_grad_norm(params, 1.0)
-        for optimizer_class in (AdamW, Muon):
+        for optimizer_class in (AdamW, Muon, NorMuon, SoapMuon):
             optimizer_class(params).step()
             optimizer_class(params).step(None, ~norm.isfinite())
         with pytest.raises(DataDependentOutputException):

@@ -12,7 +12,7 @@ from lm.model.linear import Linear
 from lm.model.norm import RMSNorm
 from lm.model.transformer import TransformerLM
 from lm.train.config import TrainConfig
-from lm.train.optimizers import make_optimizers
+from lm.train.optimizers import copy_options, make_optimizers, replace_options, set_rates
 from tests.helpers.reference_model import MODEL_VARIANTS, SMALL_CONFIG
 
 
@@ -49,6 +49,49 @@ def test_order_of_groups_matches_checkpoints(variant: dict[str, Any], optimizer:
     assert [group[1:] for group in groups] == expected
     optimizer_names = [optimizer_class.__name__ for optimizer_class, *_ in groups]
     assert optimizer_names == ["AdamW"] * (len(groups) - bool(hidden)) + ["Muon"] * bool(hidden)
+
+
+def test_head_and_vectors_have_their_own_rates() -> None:
+    model = TransformerLM(replace(SMALL_CONFIG, tied_embeddings=False), device="meta")
+    config = TrainConfig(
+        optimizer="muon", head_lr_scale=2.0, vector_lr_scale=3.0, vector_beta2=0.99, beta2=0.9, max_lr=0.1
+    )
+    optimizers = make_optimizers(model, config, Parallel(model, "none"))
+    set_rates(optimizers, 0.05, 0.1)
+    matrices, vectors, head, hidden = (group for optimizer in optimizers for group in optimizer.param_groups)
+    assert head["params"] == [model.head_weight]
+    assert {p.dim() for p in vectors["params"]} == {1}
+    assert [group["lr"] for group in (matrices, vectors, head, hidden)] == pytest.approx([0.05, 0.15, 0.1, 0.05])
+    assert [group["betas"] for group in (matrices, vectors, head)] == [(0.9, 0.9), (0.9, 0.99), (0.9, 0.9)]
+
+
+@pytest.mark.parametrize("rule", ["constant", "scheduled", "cautious"])
+def test_weight_decay_by_rule(rule: Any) -> None:
+    model = TransformerLM(SMALL_CONFIG, device="meta")
+    config = TrainConfig(optimizer="muon", weight_decay=0.2, weight_decay_rule=rule, max_lr=0.1)
+    optimizers = make_optimizers(model, config, Parallel(model, "none"))
+    decays = {}
+    for lr in (0.1, 0.025, 0.1):
+        set_rates(optimizers, lr, 0.1)
+        decays[lr] = [group["weight_decay"] for optimizer in optimizers for group in optimizer.param_groups]
+    assert decays[0.1] == pytest.approx([0.2, 0.0, 0.2])
+    assert decays[0.025] == pytest.approx([0.05, 0.0, 0.05] if rule == "scheduled" else decays[0.1])
+    assert {group["is_cautious"] for optimizer in optimizers for group in optimizer.param_groups} == {
+        rule == "cautious"
+    }
+
+
+def test_options_are_those_of_the_config_after_a_checkpoint_of_others() -> None:
+    model = TransformerLM(SMALL_CONFIG)
+    saved, optimizers = (
+        make_optimizers(model, TrainConfig(**fields), Parallel(model, "none"))
+        for fields in ({"vector_lr_scale": 3.0, "weight_decay_rule": "scheduled"}, {"beta2": 0.5})
+    )
+    options = copy_options(optimizers)
+    optimizers[0].load_state_dict(saved[0].state_dict())
+    replace_options(optimizers, options)
+    assert copy_options(optimizers) == options
+    assert "lr_scale" not in optimizers[0].param_groups[1] and options[0]["betas"] == (0.9, 0.5)
 
 
 class _HeadGain(nn.Module):

@@ -32,10 +32,13 @@ OPTIONS: dict[str, Any] = {
     "checkpoint_interval": 4,
     "keep_checkpoints": 3,
     "sample_prompts": ["a"],
+    "average_tail": 0.5,
 }
 
 
-def run_job(job: Path, parallel: ParallelKind, processes: int, tensor_parallel: int = 1, last: int = 0) -> None:
+def run_job(
+    job: Path, parallel: ParallelKind | Literal["auto"], processes: int, tensor_parallel: int = 1, last: int = 0
+) -> None:
     """Train; with ``last``, all processes are killed after that step."""
     content = json.loads(job.read_text())
     content["execution"] |= {"parallel": parallel, "tensor_parallel": tensor_parallel}
@@ -62,9 +65,10 @@ def check_training(out: Path, expected: Path) -> None:
         values = [row[name] for row in rows if name in row]
         assert values == pytest.approx([row[name] for row in expected_rows if name in row], rel=1e-4)
     assert [row["text"] for row in read_rows(out, "samples.jsonl")]
-    weights = load_model(expected / "step-0000012").state_dict()
-    for name, tensor in load_model(out / "step-0000012").state_dict().items():
-        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=5e-4)
+    for checkpoint in ("step-0000012", "average"):
+        weights = load_model(expected / checkpoint).state_dict()
+        for name, tensor in load_model(out / checkpoint).state_dict().items():
+            torch.testing.assert_close(tensor, weights[name], rtol=0, atol=5e-4)
 
 
 @pytest.mark.slow
@@ -83,6 +87,24 @@ def test_a_training_goes_on_with_another_division(
     job = write_job(tmp_path, **OPTIONS)
     train_in_divisions(job, divisions)
     check_training(job.parent, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["normuon", "soap_muon"])
+def test_state_of_other_shapes_than_the_weights_goes_on_with_another_division(tmp_path: Path, optimizer: str) -> None:
+    """Twelve steps in three divisions have the loss of twelve steps in one process."""
+    options = OPTIONS | {"optimizer": optimizer, "precision": "float32"}
+    whole, job, tensor = (write_job(tmp_path / name, **options) for name in ("whole", "divided", "tensor"))
+    train_here(Job.read(whole))
+    train_in_divisions(job, [("zero1", 2), ("none", 1), ("fsdp", 2)])
+    for number, tensor_parallel in enumerate((2, 1, 2), start=1):
+        run_job(tensor, "auto" if tensor_parallel > 1 else "none", tensor_parallel, tensor_parallel)
+        if number < 3:
+            undo_after(tensor.parent, number)
+    losses = [
+        [row["valid_loss"] for row in read_rows(path.parent) if "valid_loss" in row] for path in (whole, job, tensor)
+    ]
+    assert losses[1:] == [pytest.approx(losses[0], rel=1e-3)] * 2
 
 
 def train_in_divisions(job: Path, divisions: list[tuple[ParallelKind, int]]) -> None:

@@ -49,12 +49,12 @@ def start_and_kill(trainer: Trainer, last: int) -> None:
         trainer.run(killed_after(last))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "normuon", "soap_muon"])
 @pytest.mark.parametrize("last", [12, 14])
 def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, finished: Trainer, optimizer: str, last: int) -> None:
     """From an off-schedule best checkpoint (12), and with rows after the checkpoint (14)."""
     uninterrupted = finished
-    if optimizer == "muon":
+    if optimizer != "adamw":
         uninterrupted = small_trainer(tmp_path / "uninterrupted", optimizer=optimizer)
         uninterrupted.run()
     start_and_kill(small_trainer(tmp_path / "first", optimizer=optimizer), last)

@@ -27,7 +27,7 @@ def set_step_seconds(monkeypatch: pytest.MonkeyPatch, trainer: Trainer, seconds:
 
     monkeypatch.setattr(trainer, "train_step", count(train_step))
     monkeypatch.setattr(trainer, "_evaluate", count(evaluate))
-    monkeypatch.setattr("lm.train.trainer.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr("lm.train.schedule_progress.time", SimpleNamespace(perf_counter=lambda: clock.now))
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(1.0, 20), (2.0, 16), (5.0, 5), (100.0, 1)])
@@ -56,7 +56,7 @@ def test_a_time_limit_ends_the_training_and_its_schedule(
 
 def test_all_processes_end_by_the_clock_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = small_trainer(tmp_path, max_seconds=36.0)
-    monkeypatch.setattr("lm.train.trainer.broadcast_from_rank0", lambda seconds: 36.0)
+    monkeypatch.setattr("lm.train.schedule_progress.broadcast_from_rank0", lambda seconds: 36.0)
     assert trainer.run()["steps"] == 1
 
 

@@ -187,7 +187,12 @@ def test_old_checkpoints_are_deleted_except_the_best(tmp_path: Path, monkeypatch
     trainer = small_trainer(tmp_path, eval_interval=3, checkpoint_interval=2, keep_checkpoints=2)
     set_validation_losses(monkeypatch, trainer, [5.0, 1.0, 4.0, 3.0, 2.0, 2.0, 2.0])  # best at step 6
     seen: dict[int, list[str]] = {}
-    result = trainer.run(lambda step: seen.update({step: checkpoints(tmp_path)}))
+
+    def look(step: int) -> None:
+        trainer.writer.wait()
+        seen[step] = checkpoints(tmp_path)
+
+    result = trainer.run(look)
     assert seen[5] == ["step-0000003", "step-0000004"]
     assert seen[10] == ["step-0000006", "step-0000008", "step-0000010"]
     assert checkpoints(tmp_path) == ["step-0000006", "step-0000018", "step-0000020"]
@@ -224,6 +229,7 @@ def test_failed_replacement_restores_the_old_checkpoint(tmp_path: Path, monkeypa
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(UserError, match="Input/output"):
         trainer.save()
+        trainer.writer.wait()
     assert read_description(tmp_path / "step-0000001") is not None
     assert not list(tmp_path.glob(".step-*")), "no temporary files"
 
@@ -285,6 +291,7 @@ def test_files_have_no_nan_and_no_infinity(tmp_path: Path, monkeypatch: pytest.M
     best: list[Any] = []
 
     def read_best(step: int) -> None:
+        trainer.writer.wait()
         if step in (5, 10):
             best.append(json.loads((tmp_path / f"step-{step:07d}" / "checkpoint.json").read_text())["best"])
 

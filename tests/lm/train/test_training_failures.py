@@ -84,8 +84,11 @@ def test_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path, file: str) -> 
     resource = pytest.importorskip("resource", reason="needs limits of the operating system")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
+    trainer = small_trainer(tmp_path / "first")
+
     def fill(step: int) -> None:
         if step == 9:
+            trainer.writer.wait()
             size = (tmp_path / "first" / "step-0000005" / file).stat().st_size
             resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, hard))
 
@@ -93,7 +96,7 @@ def test_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path, file: str) -> 
         with pytest.raises(
             UserError, match=r"step 10 cannot be saved in .*File too large.*resumes from .*step-000000[58]"
         ):
-            small_trainer(tmp_path / "first").run(fill)
+            trainer.run(fill)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list((tmp_path / "first").glob(".step-*")), "no temporary files fill the disk"

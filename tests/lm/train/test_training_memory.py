@@ -17,7 +17,7 @@ from tests.helpers.training_memory import Case, measure_peak
 CASES: list[dict[str, Any]] = [
     {},
     {"is_bfloat16": True},
-    {"has_checkpointing": True},
+    {"has_checkpointing": True, "average_tail": 0.1},
     {"vocab_size": 4096, "sequences": 4, "optimizer": "muon"},
     {"model": {"tied_embeddings": True}, "vocab_size": 2000, "sequences": 2},
     {"model": {"moe": {"num_experts": 8}}, "sequences": 16},
@@ -57,6 +57,8 @@ SLOW_CASES: list[dict[str, Any]] = [
     {"adapter": {"rank": 4, "dtype": "nf4"}, "model": {"moe": {"num_experts": 8, "num_shared_experts": 1}}},
     {"adapter": {"rank": 4}, "model": {"qk_norm": True, "feed_forward": "relu2", "norm_placement": "none"}},
     {"adapter": {"rank": 16}, "optimizer": "muon"},
+    {"optimizer": "normuon"},
+    {"optimizer": "soap_muon", "is_bfloat16": True},
 ]
 
 

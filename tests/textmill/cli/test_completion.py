@@ -73,7 +73,7 @@ def test_fish_completes_commands_options_and_values(tmp_path: Path, capsys: pyte
 
     assert complete("textmill ru") == {"run", "runs"}
     assert complete("textmill run --train.st") == {"--train.steps"}
-    assert complete("textmill run --train.optimizer ") == {"adamw", "muon"}
+    assert complete("textmill run --train.optimizer ") == {"adamw", "muon", "normuon", "soap_muon"}
 
 
 @pytest.mark.skipif(not shutil.which("zsh"), reason="no zsh")

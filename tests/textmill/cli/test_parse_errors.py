@@ -67,7 +67,7 @@ def test_every_option_with_a_bad_value_is_explained_in_one_line(command: str) ->
     [
         (["run", "--train.steps", "many"], "it must be a whole number. See textmill run --help=train."),
         (["run", "--train.patience", "x"], "--train.patience is 'x'; it must be a whole number or null."),
-        (["run", "--train.optimizer", "adam"], "--train.optimizer is 'adam'; it must be one of adamw, muon."),
+        (["run", "--data.page_text", "x"], "--data.page_text is 'x'; it must be one of main, whole."),
         (["run", "--model.qk_norm", "x"], "--model.qk_norm is 'x'; it must be true or false."),
         (["run", "--model.moe.num_experts", "x"], "--model.moe.num_experts is 'x'; it must be a whole number."),
         (["run", "--execution.parallel", "q"], "it must be one of auto, none, ddp, zero1, zero2, fsdp."),
