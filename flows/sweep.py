@@ -19,6 +19,7 @@ from flows.sweep_config import SweepConfig, SweepStage, load_sweep, pipeline_con
 from lm.common.errors import MachineError, UserError
 from lm.experiments.axes import Point, Settings, corners
 from lm.experiments.config import MixtureConfig
+from lm.experiments.record import RecordedText
 from lm.experiments.report import SweepReport
 from lm.experiments.search import Search
 from lm.experiments.trial import TrialConfig, TrialResult, from_json
@@ -27,7 +28,6 @@ from tasks.mixture_law import mixture_law
 from tasks.runtime.output import Ref, read_output
 from tasks.runtime.store import Store
 from tasks.scaling_law import scaling_law
-from tasks.sweep import RecordedText
 from tasks.sweep import sweep as sweep_stage
 from tasks.trial import trained_models, trial
 

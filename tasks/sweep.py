@@ -1,27 +1,18 @@
 """Stage ``sweep``: the table, the curves and the best configuration of a sweep."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import yaml
 
-from lm.experiments.config import RecordConfig
-from lm.experiments.record import judge_record
+from lm.experiments.record import RecordedText, judge_record
 from lm.experiments.report import SweepReport, format_csv, table_rows
 from lm.experiments.trial import from_json, rank
 from tasks.pages import sweep as pages
 from tasks.runtime.output import Output
 from tasks.runtime.run_context import Attempt
 from tasks.runtime.stage import stage
-
-
-@dataclass(frozen=True)
-class RecordedText:
-    """A record, and the digest of the tokens on which its recipe was trained again."""
-
-    config: RecordConfig
-    text: str
 
 
 @stage("sweep", page=pages.sweep)

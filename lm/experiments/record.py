@@ -13,6 +13,14 @@ _ERRORS = 2.5  # standard errors of the difference; by chance, a record is lost 
 
 
 @dataclass(frozen=True)
+class RecordedText:
+    """A record, and the digest of the tokens on which its recipe was trained again."""
+
+    config: RecordConfig
+    text: str
+
+
+@dataclass(frozen=True)
 class RecordResult:
     """The outcome of trainings of a record's recipe."""
 

@@ -13,11 +13,11 @@ from tasks.pages.mixture import mixture_section
 from tasks.runtime.gate_ledger import read_ledger
 
 if TYPE_CHECKING:
+    from lm.experiments.record import RecordedText
     from lm.experiments.report import SweepReport
     from lm.experiments.trial import TrialResult
     from tasks.runtime.output import Output
     from tasks.runtime.run_context import Attempt
-    from tasks.sweep import RecordedText
 
 _MAX_ROWS = 100
 
