@@ -190,7 +190,7 @@ def build_parser(preset: str = "demo", base: PipelineConfig | None = None, only:
     sweep.option("variant", "", "with gate: YAML file of the options to try, such as train.beta2: 0.99")
     sweep.option("seeds", None, "with gate: number of seeds; default: that of the file", type=PositiveInt | None)
     speedrun = add("speedrun", "Train a recipe again, with several seeds, and say whether its record holds.")
-    speedrun.option("size", "", "the record: demo (minutes) or stories; default: demo")
+    speedrun.option("size", "", "name of the record; default: demo, which takes minutes")
     for command in (sweep, speedrun):
         command.share("root", "refresh", "plan")
         if only in (None, "sweep", "speedrun"):
