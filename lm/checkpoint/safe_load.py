@@ -40,8 +40,8 @@ def save_tensors(state: dict[str, Any], path: Path) -> None:
 def _without_shared_objects(value: Any) -> Any:
     """Return ``value`` with new containers, and one object for all equal strings.
 
-    Pickle writes an object that occurs twice once, and equal objects each. Of a state that was loaded others are the
-    same than of the state that was saved.
+    Pickle writes an object in full where it first occurs, and a reference where it occurs again. Whether two equal
+    objects are the same object differs between a loaded state and the state that was saved.
     """
     match value:
         case dict():

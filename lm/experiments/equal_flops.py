@@ -2,7 +2,7 @@
 
 A tokenizer with more bytes per token reads more text for the same FLOPs, but its head is larger, and each of its tokens
 is harder to predict. A loss per token, or equal steps, cannot show which of these is more. So each tokenizer gets the
-same architecture but for its vocabulary, and as many tokens as the budget pays for.
+same architecture except for its vocabulary, and as many tokens as the budget pays for.
 """
 
 from collections.abc import Sequence

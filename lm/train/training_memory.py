@@ -87,7 +87,7 @@ def predict_training_memory(
     state = 2 * weights - (4 * hidden if config.optimizer in ("muon", "normuon") else 0)
     layers = range(model_config.num_layers)
     by_block = [hidden_matrices(model_config, layer) for layer in layers]
-    if config.optimizer == "soap_muon":  # two square matrices besides
+    if config.optimizer == "soap_muon":  # and two square matrices of each
         state += sum(8 * math.prod(shape[:-2]) * min(shape[-2:]) ** 2 for shapes in by_block for shape in shapes)
     if config.average_steps:
         state += weights * (world_size if kind == "zero1" else 1)  # with zero1 each process has all of the average
