@@ -1,7 +1,7 @@
 """Build a model from the weights of another project, or say why they cannot be loaded."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,8 @@ def assemble_model(
     """Build the model of ``config`` from the tensors of ``shards``, and return it in evaluation mode.
 
     ``names`` maps module names to the external ones; ``dtype`` of the parameters defaults to that of the
-    embedding: a model computes in one dtype. Each tensor is copied once.
+    embedding: a model computes in one dtype. Each tensor is copied once, and then removed from shards that are
+    mutable, so that files which are mapped tensor by tensor are not in memory as a whole.
     Raises UserError if a tensor is missing, unknown, not finite or does not fit.
     """
     model = create_empty_model(config, sum(map(len, shards)), str(directory))
@@ -113,6 +114,10 @@ def assemble_model(
         # A copy does not depend on the memory-mapped file. Buffers keep their dtype: a bias in the choice of experts
         # that is rounded chooses others.
         weights[name] = weight.to(device, dtype if name in parameters else expected.dtype, copy=True)
+        del parts, weight
+        for shard in shards:
+            if isinstance(shard, MutableMapping):
+                del shard[external_names[name]]
     known = set(external_names.values())
     derived = (
         "rope.freqs",

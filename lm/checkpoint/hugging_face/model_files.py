@@ -3,6 +3,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -25,6 +26,7 @@ from lm.checkpoint.hugging_face.weight_files import DequantizedWeights, read_wei
 from lm.checkpoint.safe_load import save_safetensors
 from lm.common.errors import UserError, translate_write_errors
 from lm.files.atomic_dir import atomic_directory, fill_directory
+from lm.model.config import ModelConfig
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.tokenizer import Tokenizer
 
@@ -71,21 +73,30 @@ def load_hugging_face(
     path = directory / "config.json"
     content = read_json_object(path)
     config, model_type = read_config(path, content, max_seq_len)
-    tensors = use_plain_names(read_weights(directory), directory)
-    refuse_quantized(tensors, content, directory)
-    refuse_missing_head(tensors, config.tied_embeddings, directory)
-    if config.tied_embeddings and "lm_head.weight" in tensors:  # some files store the tied matrix twice
-        head = tensors.pop("lm_head.weight")
-        if not head.equal(tensors.setdefault("model.embed_tokens.weight", head)):
-            raise UserError(f"{path} ties the embeddings, but the weights have two; set tie_word_embeddings to false.")
     architecture = ARCHITECTURES[model_type]
-    weights = to_own_tensors(DequantizedWeights(tensors, content, directory), architecture, config, directory)
+    weights = to_own_tensors(_read_tensors(directory, content, config), architecture, config, directory)
     model = assemble_model(config, [weights], architecture.module_names, directory, device, dtype)
     is_rotary = find_rotary(model)
     for name, parameter in model.named_parameters():
         if is_rotary[name]:
             parameter.data = pair_rotary_rows(parameter.data, config)
     return model
+
+
+def _read_tensors(directory: Path, content: dict[str, Any], config: ModelConfig) -> DequantizedWeights:
+    """Return the tensors under transformers' names, one of tied embeddings. Raises UserError as
+    :func:`load_hugging_face` does."""
+    tensors = use_plain_names(read_weights(directory), directory)
+    refuse_quantized(tensors, content, directory)
+    refuse_missing_head(tensors, config.tied_embeddings, directory)
+    if config.tied_embeddings and "lm_head.weight" in tensors:  # some files store the tied matrix twice
+        head = tensors.pop("lm_head.weight")
+        if not head.equal(tensors.setdefault("model.embed_tokens.weight", head)):
+            raise UserError(
+                f"{directory / 'config.json'} ties the embeddings, but the weights have two; set tie_word_embeddings "
+                "to false."
+            )
+    return DequantizedWeights(tensors, content, directory)
 
 
 def save_hugging_face(model: TransformerLM, tokenizer: Tokenizer, directory: Path, details: str = "") -> None:

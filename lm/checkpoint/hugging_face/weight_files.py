@@ -1,6 +1,7 @@
 """Read the tensors of Hugging Face's files: safetensors, or else ``pytorch_model.bin``; FP8 with its scales."""
 
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lm.checkpoint.external_weights import read_json_object, refuse_other_formats
-from lm.checkpoint.safe_load import WEIGHT_DTYPES, is_state_dict, read_safetensors, read_tensors
+from lm.checkpoint.safe_load import WEIGHT_DTYPES, is_state_dict, map_safetensors, read_tensors
 from lm.common.errors import UserError
 
 _FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth")  # the first that is there, whole or indexed
@@ -19,7 +20,8 @@ _BLOCK = [128, 128]  # rows and columns with one scale, if the config does not s
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
-    """Return the memory-mapped tensors of one file, or of the files that its index names, without running code.
+    """Return the memory-mapped tensors of one file, or of the files that its index names, without running code. The
+    memory of one of safetensors is free when it is dropped.
 
     Safetensors come before ``pytorch_model.bin``. Raises UserError if files are missing or damaged, or hold anything
     but tensors.
@@ -27,7 +29,7 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in _find_files(directory):
         if path.suffix == ".safetensors":
-            tensors |= read_safetensors(path)
+            tensors |= map_safetensors(path)
             continue
         content = read_tensors(path, mmap=True)
         if not is_state_dict(content):
@@ -51,7 +53,7 @@ def _find_files(directory: Path) -> list[Path]:
     return [directory / _FILES[0]]  # its reader says that it is missing
 
 
-class DequantizedWeights(Mapping[str, Tensor]):
+class DequantizedWeights(UserDict[str, Tensor]):
     """The ``tensors`` of a model, those in FP8 multiplied by their scales, to float32, when they are looked up.
 
     A scale is one number, one for each row, or one for each block of ``weight_block_size`` in the config. Scales of
@@ -59,44 +61,39 @@ class DequantizedWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], directory: Path) -> None:
-        self._tensors, self._directory = tensors, directory
+        self._directory = directory
         quantization = config.get("quantization_config")
         block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
         self._block = block or _BLOCK
-        self._scales = {name: self._find_scale(name) for name, tensor in tensors.items() if tensor.dtype == _FP8}
-        used = {scale for scale, *_ in self._scales.values()}
-        prefixes = {name.removesuffix("weight") for name in self._scales}
+        names = {name: self._find_scale(tensors, name) for name, tensor in tensors.items() if tensor.dtype == _FP8}
+        self._scales = {name: (tensors[scale].float(), rows, columns) for name, (scale, rows, columns) in names.items()}
+        used = {scale for scale, *_ in names.values()}
+        prefixes = {name.removesuffix("weight") for name in names}
         used |= {f"{prefix}{name}" for prefix in prefixes for name in _UNUSED_SCALES}
-        self._names = [name for name in tensors if name not in used]
+        super().__init__({name: tensor for name, tensor in tensors.items() if name not in used})
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._scales:
-            return self._tensors[name]
-        scale_name, rows, columns = self._scales[name]
-        weight = self._tensors[name].float()
-        scales = self._tensors[scale_name].float().reshape(-(-len(weight) // rows), -1)
+            return self.data[name]
+        weight = self.data[name].float()
+        scales, rows, columns = self._scales[name]
+        scales = scales.reshape(-(-len(weight) // rows), -1)
         if scales.shape[1] == 1:
             return weight.mul_(scales.repeat_interleave(rows, 0)[: len(weight)])
         for part, scale in zip(weight.split(rows), scales, strict=True):  # no second array of the matrix's size
             part.mul_(scale.repeat_interleave(columns)[: weight.shape[1]])
         return weight
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def _find_scale(self, name: str) -> tuple[str, int, int]:
+    def _find_scale(self, tensors: Mapping[str, Tensor], name: str) -> tuple[str, int, int]:
         """Return the name of the scales of a matrix, and the rows and columns that have one of them."""
         names = [f"{name.removesuffix('weight')}{scale}" for scale in _SCALES]
-        shape, found = self._tensors[name].shape, next((scale for scale in names if scale in self._tensors), None)
+        shape, found = tensors[name].shape, next((scale for scale in names if scale in tensors), None)
         if found is None or len(shape) != 2 or 0 in shape:
             raise UserError(
                 f"{self._directory}: {name} is float8 without {names[0]}, the scales of a matrix; use all files of one "
                 "model."
             )
-        scales, block = self._tensors[found], self._block
+        scales, block = tensors[found], self._block
         if scales.dtype not in WEIGHT_DTYPES:
             raise UserError(f"{self._directory}: {found} is {scales.dtype}; scales must be floating-point.")
         grids = {(): (shape[0], shape[1]), (1,): (shape[0], shape[1]), (1, 1): (shape[0], shape[1])}
