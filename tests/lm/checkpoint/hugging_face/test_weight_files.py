@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lm.checkpoint import external_weights
 from lm.checkpoint.hugging_face.model_files import load_hugging_face, save_hugging_face
 from lm.checkpoint.hugging_face.weight_files import DequantizedWeights
+from lm.checkpoint.safe_load import assign_weights
 from lm.common.errors import UserError
 from lm.model.config import ModelConfig, MoEConfig
 from lm.model.transformer import TransformerLM
@@ -50,13 +50,12 @@ def write_index(directory: Path, shards: dict[str, dict[str, Tensor]]) -> None:
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc of Linux")
 def test_no_tensor_stays_mapped_once_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, maps = write_model(tmp_path / "model"), []
-    assign = external_weights.assign_weights
 
     def assign_and_look(*args: Any) -> None:
         maps.append(Path("/proc/self/maps").read_text())
-        assign(*args)
+        assign_weights(*args)
 
-    monkeypatch.setattr(external_weights, "assign_weights", assign_and_look)
+    monkeypatch.setattr("lm.checkpoint.external_weights.assign_weights", assign_and_look)
     assert_same_weights(load_hugging_face(tmp_path / "model"), model)
     assert len(maps) == 1
     assert "model.safetensors" not in maps[0]
