@@ -9,9 +9,11 @@ few words before its clock starts; the results are medians. Memory is the peak r
 clock; it includes mapped files.
 
 The last line is JSON. In ``ratios``, more than 1 means that ours is faster. ``…_rate`` is our speed on such documents
-over our speed on the corpus. The peers come with ``pip install -e '.[bench]'``; the ratios of a missing peer are left
-out. gigatoken encodes the file as one text, and split at the separators, which are then missing from its ids; the
-faster form counts. Hugging Face encodes a sample of the documents, and its speed is compared in MB/s.
+over our speed on the corpus, ``…_rate_cpu1`` over that of GPT-2's tokenizer on one long document, by CPU time with one
+thread; ``chat`` is a tokenizer with 256 special tokens and NFC. The peers come with ``pip install -e '.[bench]'``; the
+ratios of a missing peer are left out. gigatoken encodes the file as one text, and split at the separators, which are
+then missing from its ids; the faster form counts. Hugging Face encodes a sample of the documents, and its speed is
+compared in MB/s.
 """
 
 import argparse
@@ -61,7 +63,7 @@ class Bench:
 
     def __init__(self, directory: Path, gpt2_files: tuple[Path, Path], corpus: list[Path], rounds: int) -> None:
         self.directory, self.gpt2_files, self.rounds = directory, gpt2_files, rounds
-        self.tokenizers: dict[str, dict[str, Any]] = {}
+        self.tokenizers: dict[tuple[str, bool], dict[str, Any]] = {}
         self.rows: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self.ratios: dict[str, float] = {}
@@ -91,14 +93,14 @@ class Bench:
 
         return self.text(f"{self.name}-sample", parts)
 
-    def tokenizer(self, pattern: str) -> dict[str, Any]:
+    def tokenizer(self, pattern: str, is_chat: bool) -> dict[str, Any]:
         """Return the fields of a task that belong to the tokenizer of a pattern."""
-        if pattern not in self.tokenizers:
-            folder = prepare(self.directory, pattern, *self.gpt2_files)
+        if (pattern, is_chat) not in self.tokenizers:
+            folder = prepare(self.directory, pattern, *self.gpt2_files, is_chat)
             tokenizer = Tokenizer.load(folder)
             fields = {"dtype": token_dtype(tokenizer.size).str, "end_id": tokenizer.special_ids[END_OF_TEXT]}
-            self.tokenizers[pattern] = {"tokenizer": str(folder), **fields}
-        return self.tokenizers[pattern]
+            self.tokenizers[pattern, is_chat] = {"tokenizer": str(folder), **fields}
+        return self.tokenizers[pattern, is_chat]
 
     def measure(self, task: Task) -> dict[str, Any]:
         """Run a task in its own process. Return {} and add a note if the task fails or the peer is not installed."""
@@ -108,7 +110,7 @@ class Bench:
             return {}
         environment = {**os.environ, "RAYON_NUM_THREADS": str(task.threads), "TOKENIZERS_PARALLELISM": "false"}
         with tempfile.TemporaryDirectory(dir=self.directory) as output:
-            task = replace(task, **self.tokenizer(task.pattern), output=output)
+            task = replace(task, **self.tokenizer(task.pattern, task.is_chat), output=output)
             command = [sys.executable, "-m", "benchmarks.tokenizer", "--worker", json.dumps(asdict(task))]
             try:
                 process = subprocess.run(
@@ -258,17 +260,32 @@ class Bench:
             self.ratio(f"encode_{name}_vs_tiktoken", [next(results)], ours, "mb_per_s")
 
     def documents(self) -> None:
-        """Encode one long document, and a million of 100 bytes."""
+        """Encode one long document, a million of 100 bytes, and documents of 300 bytes, with a chat model's tokenizer
+        too."""
         long = Path(self.corpus).read_bytes().replace(END, b"")
         ascii_text = long[:120_000_000].decode(errors="ignore").encode("ascii", "ignore")[:100_000_000]
         small = (ascii_text[start : start + 100] + END for start in range(0, len(ascii_text), 100))
         texts = [self.text(f"{self.name}-long", lambda: [long]), self.text(f"{self.name}-small", lambda: small)]
-        for text in texts:
-            self.check("encode", text, GIGATOKEN_FORMS, 2)
-        corpus, *rows = self.medians(*(Task("encode", "ours", text, 2) for text in (self.corpus, *texts)))
-        for name, row in zip(("long_document_rate", "small_documents_rate"), rows, strict=True):
+        text = long.decode()
+        medium = self.text(
+            f"{self.name}-300", lambda: (text[i : i + 300].encode() + END for i in range(0, len(text), 300))
+        )
+        for path in (*texts, medium):
+            self.check("encode", path, GIGATOKEN_FORMS, 2)
+        tasks = [Task("encode", "ours", path, 2) for path in (self.corpus, *texts)]
+        tasks += [
+            Task("encode", "ours", path, is_chat=is_chat) for path in (texts[0], medium) for is_chat in (False, True)
+        ]
+        corpus, long_row, small_row, plain, *rows = self.medians(*tasks)
+        for name, row in (("long_document_rate", long_row), ("small_documents_rate", small_row)):
             if corpus and row:
                 self.ratios[name] = row["mb_per_s"] / corpus["mb_per_s"]
+        sizes = [Path(path).stat().st_size for path in (texts[0], medium, medium)]
+        for name, row, size in zip(
+            ("long_chat", "documents_of_300", "documents_of_300_chat"), rows, sizes, strict=True
+        ):
+            if plain and row:
+                self.ratios[f"{name}_rate_cpu1"] = size / sizes[0] * plain["cpu"] / row["cpu"]
 
     def adversarial(self) -> None:
         """Encode 1 and 10 MB of texts that are hard for encoders, with a constructed tokenizer; learn from some."""

@@ -41,6 +41,7 @@ class Task:
     is_constructed: bool = False  # whether the tokenizer is constructed before the clock starts
     check: bool = False  # whether the result has digests of the output
     pattern: str = "gpt2"  # its name
+    is_chat: bool = False  # whether the tokenizer has 256 special tokens and normalizes to NFC
     tokenizer: str = ""  # the folder that Tokenizer.save wrote
     dtype: str = "<u2"  # of the ids that are written
     end_id: int = 0  # of <|endoftext|>

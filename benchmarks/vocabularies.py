@@ -17,11 +17,21 @@ from lm.tokenizer.tokenizer import Tokenizer
 QUICKTOK = {"cl100k": "cl100k_base", "o200k": "o200k_base", "llama3": "llama3", "qwen2": "qwen3"}
 
 
-def prepare(folder: Path, pattern: str, vocab: Path, merges: Path) -> Path:
+NUM_SPECIALS = 256  # of a chat model
+
+
+def prepare(folder: Path, pattern: str, vocab: Path, merges: Path, is_chat: bool = False) -> Path:
     """Return a folder with the files of :meth:`lm.tokenizer.tokenizer.Tokenizer.save` for a pattern.
 
-    ``vocab`` and ``merges`` are GPT-2's files. The separator is <|endoftext|> with all vocabularies.
+    ``vocab`` and ``merges`` are GPT-2's files. The separator is <|endoftext|> with all vocabularies. With ``is_chat``,
+    the tokenizer has 256 special tokens and normalizes to NFC, as those of chat models.
     """
+    if is_chat:
+        plain = Tokenizer.load(prepare(folder, pattern, vocab, merges))
+        specials = [END_OF_TEXT, *(f"<|reserved_{number}|>" for number in range(1, NUM_SPECIALS))]
+        path = folder / f"tokenizer-{pattern}-chat"
+        Tokenizer(*plain.parts._replace(special_tokens=specials, normalizer="NFC")).save(path)
+        return path
     is_published = pattern in QUICKTOK and importlib.util.find_spec("quicktok") is not None
     source = QUICKTOK[pattern] if is_published else "gpt2"
     path = folder / f"tokenizer-{pattern}-{source}"

@@ -36,6 +36,7 @@ from lm.kernels.disk_cache import CACHE_DIR, IS_CACHE_WRITABLE, pipeline_marker
 from lm.kernels.jit import KERNELS
 from lm.text.patterns import PATTERNS, SEGMENT_PATTERNS
 from lm.tokenizer.bpe import train_merges
+from lm.tokenizer.composed_stream import TextComposer
 from lm.tokenizer.piece_encoder import PieceEncoder
 from lm.tokenizer.pretoken_counts import DEFAULT_MEMORY_BYTES, SCHEMA, count_to_file
 from lm.tokenizer.sentencepiece_model import UNKNOWN, Piece, SentencePieceModel
@@ -69,6 +70,7 @@ def kernel_groups(pattern: str = "gpt2", id_bits: int | None = None) -> dict[str
             "weights in 4 bits": _dequantize,
             "curation": _curate,
             "SentencePiece": _encode_pieces,
+            "NFC": _compose,
         }
     return groups
 
@@ -114,6 +116,11 @@ def _encode_pieces() -> None:
     """Encode with both algorithms of SentencePiece."""
     for is_bpe in (True, False):
         PieceEncoder(SentencePieceModel([Piece("<unk>", 0.0, UNKNOWN), Piece("aa", -1.0)], is_bpe)).encode("aa")
+
+
+def _compose() -> None:
+    """Normalize a text that is not ASCII."""
+    list(TextComposer([]).compose([_text()]))
 
 
 def _curate() -> None:

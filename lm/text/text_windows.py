@@ -15,7 +15,7 @@ _MAX_WINDOW_BYTES = 1 << 30  # the kernels' positions have 32 bits
 
 
 def text_windows(
-    blocks: Iterable[bytes], cursor: Records, size: int = WINDOW
+    blocks: Iterable[bytes | memoryview], cursor: Records, size: int = WINDOW
 ) -> Iterator[tuple[npt.NDArray[np.uint8], int, bool]]:
     """Yield (uint8 buffer, end, is_last) over the concatenated ``blocks``. ``buffer[:end]`` is the text to process.
 

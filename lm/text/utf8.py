@@ -8,7 +8,7 @@ from lm.common.errors import InvalidUtf8Error
 
 
 def decode_utf8_blocks(
-    blocks: Iterable[bytes],
+    blocks: Iterable[bytes | memoryview],
     name: str,
     invalid_utf8: str = "error",
     add_replaced: Callable[[int], None] = lambda count: None,

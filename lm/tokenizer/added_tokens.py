@@ -273,7 +273,24 @@ def _find_cuts_and_context_texts(tokens: Sequence[AddedToken], normalizer: str |
 
     A token is a cut if it is found wherever its text occurs: no token shares characters with it or looks past its end.
     """
-    contents = [token.content for token in tokens]
+    apart = _texts_apart([token.content for token in tokens])
+    cuts, context = list[str](), list[str]()
+    for token in tokens:
+        content, is_apart = token.content, token.content in apart
+        if token.has_context or (token.normalized and (normalizer or not is_apart)):
+            context += [content, normalize_text(content, normalizer)]
+        elif is_apart and content == content.strip() and not _is_word_character(content[-1]):
+            cuts.append(content)
+    return cuts, context
+
+
+def are_apart(tokens: Sequence[AddedToken]) -> bool:
+    """Return whether each token is found wherever its text occurs: no two can share characters."""
+    return len(_texts_apart([token.content for token in tokens])) == len(tokens)
+
+
+def _texts_apart(contents: Sequence[str]) -> set[str]:
+    """Return the ``contents`` that can share characters neither with another nor with themselves."""
     beginnings = {content[:i] for content in contents for i in range(1, len(content))}
     ends = {content[i:] for content in contents for i in range(1, len(content))}
 
@@ -281,14 +298,7 @@ def _find_cuts_and_context_texts(tokens: Sequence[AddedToken], normalizer: str |
         overlaps = any(content[:i] in ends or content[i:] in beginnings for i in range(1, len(content)))
         return not overlaps and not any(content in other or other in content for other in contents if other != content)
 
-    cuts, context = list[str](), list[str]()
-    for token in tokens:
-        content, is_apart_token = token.content, is_apart(token.content)
-        if token.has_context or (token.normalized and (normalizer or not is_apart_token)):
-            context += [content, normalize_text(content, normalizer)]
-        elif is_apart_token and content == content.strip() and not _is_word_character(content[-1]):
-            cuts.append(content)
-    return cuts, context
+    return set(filter(is_apart, contents))
 
 
 def _is_word_character(character: str) -> bool:

@@ -83,7 +83,7 @@ class FastEncoder:
         )
 
     def encode(
-        self, blocks: Iterable[bytes], specials: Specials, window: int = WINDOW
+        self, blocks: Iterable[bytes | memoryview], specials: Specials, window: int = WINDOW
     ) -> Iterator[npt.NDArray[np.unsignedinteger]]:
         """Yield the ids of the concatenated ``blocks``, one array for about ``window`` bytes.
 

@@ -58,7 +58,7 @@ class SuperwordEncoder:
         self._idle: list[SegmentEncoder] = []  # append and pop of a list are thread-safe
 
     def encode(
-        self, blocks: Iterable[bytes], specials: Specials, window: int = WINDOW
+        self, blocks: Iterable[bytes | memoryview], specials: Specials, window: int = WINDOW
     ) -> Iterator[npt.NDArray[np.unsignedinteger]]:
         """Yield the ids of the concatenated ``blocks``, one array for about ``window`` bytes.
 
@@ -68,7 +68,7 @@ class SuperwordEncoder:
         return (out[:count].copy() for out, count, _ in segments if count)
 
     def encode_segments(
-        self, blocks: Iterable[bytes], specials: Specials, window: int = WINDOW
+        self, blocks: Iterable[bytes | memoryview], specials: Specials, window: int = WINDOW
     ) -> Iterator[tuple[Ids, int, Int32s]]:
         """Yield an array that begins with ids and has 16 bytes more, their number, and where each segment or special
         token ends in them. The next item reuses the memory."""

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lm.common.errors import UserError
-from lm.kernels.bpe.pretokens import Specials, pack_specials
 from lm.text.character_tables import PUBLISHED_TABLES, installed_tables, warn_of_other_tables
 from lm.text.normalize import check_normalizer
 from lm.text.patterns import SEGMENT_PATTERN_NAMES, has_compiled_scanner, resolve_patterns, warn_of_slow_pattern
@@ -23,9 +22,7 @@ from lm.text.utf8 import decode_utf8_blocks, encode_utf8, encode_utf8_blocks
 from lm.tokenizer import array_cache
 from lm.tokenizer.added_tokens import (
     AddedToken,
-    PieceSplitter,
     list_added_tokens,
-    needs_no_context,
     number_tokens,
     split_and_normalize,
 )
@@ -37,6 +34,7 @@ from lm.tokenizer.formats import tiktoken, tokenizer_config, tokenizer_json, voc
 from lm.tokenizer.formats.tokenizer_config import TokenizerParts
 from lm.tokenizer.pattern_process import PatternProcesses, encode_job, map_pieces
 from lm.tokenizer.reference import PlainEncoder
+from lm.tokenizer.selected_tokens import SelectedTokens
 from lm.tokenizer.superword_encoder import SuperwordEncoder
 
 LLAMA3_BEGIN = "<|begin_of_text|>"
@@ -120,9 +118,7 @@ class Tokenizer:
         if begin is not None and begin not in self.special_tokens:
             raise UserError(f"The begin_token {begin!r} is not a special token; add it to the special tokens.")
         self.begin_token = begin or (LLAMA3_BEGIN if LLAMA3_BEGIN in self.special_tokens else None)
-        self._needs_no_context = needs_no_context(self.added_tokens, self.normalizer)
-        self._packed_tokens: dict[tuple[str, ...], Specials] = {}
-        self._splitters: dict[tuple[str, ...], PieceSplitter] = {}
+        self._selections: dict[frozenset[str] | None, SelectedTokens] = {}
 
     def _use_arrays(self, arrays: TokenizerArrays) -> None:
         self._arrays = arrays
@@ -207,7 +203,7 @@ class Tokenizer:
     def save_tiktoken(self, path: str | Path) -> None:
         """Write tiktoken's rank file. Raises UserError if tiktoken would encode differently, as with a normalizer,
         flags of tokens, or ids that are not in the order of the merges."""
-        if self.normalizer or not self._needs_no_context:
+        if self.normalizer or not self._select_added_tokens("all").needs_no_context:
             raise UserError(
                 f"{path} was not written: tiktoken has no normalizer and no flags of added tokens, as this tokenizer "
                 "has; use tokenizer.json."
@@ -247,20 +243,22 @@ class Tokenizer:
         Each array holds the ids of about ``window`` bytes; its dtype is :func:`token_dtype`. Raises UserError if the
         text is not UTF-8.
         """
-        tokens = self._select_added_tokens(allowed_special)
+        selected = self._select_added_tokens(allowed_special)
         warn_of_slow_pattern(self.pattern)
-        if self._needs_no_context and self.normalizer is None:
-            yield from self._encode_simple(blocks, tokens, window)
+        if self.normalizer is None and selected.needs_no_context:
+            yield from self._encode_simple(blocks, selected, window)
             return
-        if (key := tuple(token.content for token in tokens)) not in self._splitters:
-            self._splitters[key] = PieceSplitter(tokens, self.normalizer)
-        for is_simple, piece in self._splitters[key].split(decode_utf8_blocks(blocks, "the text"), window):
+        if selected.composer:
+            yield from self._encode_simple(selected.composer.compose(blocks), selected, window)
+            return
+        no_tokens = SelectedTokens([], {}, None)
+        for is_simple, piece in selected.splitter.split(decode_utf8_blocks(blocks, "the text"), window):
             if is_simple:
-                yield from self._encode_simple(map(encode_utf8, piece), tokens, window)
+                yield from self._encode_simple(map(encode_utf8, piece), selected, window)
                 continue
-            for is_text, run in split_and_normalize(piece, tokens, self.normalizer):
+            for is_text, run in split_and_normalize(piece, selected.tokens, self.normalizer):
                 if is_text:
-                    yield from self._encode_simple(map(encode_utf8, run), [], window)
+                    yield from self._encode_simple(map(encode_utf8, run), no_tokens, window)
                 else:
                     yield np.array([self.added_ids[token.content] for token in run], token_dtype(self.size))
 
@@ -272,25 +270,21 @@ class Tokenizer:
         raise UserError("Superwords need a pattern of segments and fewer merges; choose a smaller vocab_size.")
 
     def _encode_simple(
-        self, blocks: Iterable[bytes], tokens: Sequence[AddedToken], window: int
+        self, blocks: Iterable[bytes | memoryview], selected: SelectedTokens, window: int
     ) -> Iterator[npt.NDArray[np.unsignedinteger]]:
         """Encode normalized text whose added tokens need no context. By plain Python, encode a long text in another
         process."""
-        contents = tuple(token.content for token in tokens)
         if self._fast_encoder:
-            if contents not in self._packed_tokens:
-                self._packed_tokens[contents] = pack_specials(
-                    [(text.encode(), self.added_ids[text]) for text in contents]
-                )
-            yield from self._fast_encoder.encode(blocks, self._packed_tokens[contents], window)
+            yield from self._fast_encoder.encode(blocks, selected.specials, window)
             return
+        contents = [token.content for token in selected.tokens]
         dtype = token_dtype(self.size)
         pieces = split_at_safe_cuts(decode_utf8_blocks(blocks, "the text"), contents, self.pattern, window)
 
         def encode(piece: str) -> npt.NDArray[np.unsignedinteger]:
-            return np.array(self._plain_encoder.encode(piece, tokens), dtype)
+            return np.array(self._plain_encoder.encode(piece, selected.tokens), dtype)
 
-        if tokens != self.added_tokens:  # the processes know no other choice
+        if selected.tokens != self.added_tokens:  # the processes know no other choice
             yield from map(encode, pieces)
         else:
             processes = self._pattern_processes
@@ -298,7 +292,7 @@ class Tokenizer:
 
     def encode_reference(self, text: str, allowed_special: Literal["all"] | Collection[str] = "all") -> list[int]:
         """Return the same as :meth:`encode` by plain Python; see :mod:`lm.tokenizer.reference`."""
-        return self._plain_encoder.encode(text, self._select_added_tokens(allowed_special))
+        return self._plain_encoder.encode(text, self._select_added_tokens(allowed_special).tokens)
 
     def decode(self, ids: Iterable[int], errors: str = "replace") -> str:
         """Return the text of ``ids``. ``errors`` is the error handler of :meth:`bytes.decode` for invalid UTF-8.
@@ -317,13 +311,15 @@ class Tokenizer:
                 "decode with the tokenizer that encoded the text."
             ) from None
 
-    def _select_added_tokens(self, allowed_special: Literal["all"] | Collection[str]) -> list[AddedToken]:
+    def _select_added_tokens(self, allowed_special: Literal["all"] | Collection[str]) -> SelectedTokens:
         """Return the added tokens without the special tokens that are not allowed."""
-        if allowed_special == "all":
-            return self.added_tokens
-        if unknown := [token for token in allowed_special if token not in self.special_ids]:
-            raise UserError(f"{unknown[0]!r} is not a special token; this tokenizer has {self.special_tokens}.")
-        return [token for token in self.added_tokens if not token.special or token.content in allowed_special]
+        key = None if allowed_special == "all" else frozenset(allowed_special)
+        if key not in self._selections:
+            if unknown := [token for token in allowed_special if key is not None and token not in self.special_ids]:
+                raise UserError(f"{unknown[0]!r} is not a special token; this tokenizer has {self.special_tokens}.")
+            tokens = [token for token in self.added_tokens if key is None or not token.special or token.content in key]
+            self._selections[key] = SelectedTokens(tokens, self.added_ids, self.normalizer)
+        return self._selections[key]
 
     @classmethod
     def _read(

@@ -12,7 +12,7 @@ import numpy as np
 from lm.kernels.bpe.scanners.bit_masks import STARTS_PADDING
 from lm.kernels.bpe.scanners.registry import Rules, find_starts, may_join
 from lm.kernels.jit import ONE, WORKSPACE_FULL, Bytes, Int, Int32s, Int64s, Record, Records, helper, inlined
-from lm.kernels.simd import first_bit, in_range, read
+from lm.kernels.simd import first_bit, in_range, load64, read
 
 SCAN_BYTES = 1 << 14  # bytes scanned at once, so that their pretoken starts stay in the CPU's cache
 NO_SPECIAL, NEEDS_MORE_TEXT = -1, -2  # in place of the index of a special token
@@ -43,7 +43,7 @@ class Specials(NamedTuple):
     is no beginning of the text, then only its own beginnings can be.
     """
 
-    data: Bytes  # the bytes of all tokens, concatenated
+    data: Bytes  # the bytes of all tokens, concatenated, and 8 more, as they are compared in words of 8
     ends: Int64s  # (tokens + 1,): offsets in ``data``; the first is 0
     ids: Int64s  # (tokens,)
     prefixes: Int64s  # (unique prefixes, 2): first two bytes; the second is -1 for one-byte tokens
@@ -61,7 +61,7 @@ def pack_specials(tokens: Sequence[tuple[bytes, int]]) -> Specials:
         return next((index[token[:n]] for n in range(len(token) - 1, 0, -1) if token[:n] in index), NO_SPECIAL)
 
     return Specials(
-        np.frombuffer(b"".join(token for token, _ in ordered) or b"\0", np.uint8).copy(),
+        np.frombuffer(b"".join(token for token, _ in ordered) + bytes(8), np.uint8).copy(),
         np.cumsum([0, *(len(token) for token, _ in ordered)]).astype(np.int64),
         np.array([token_id for _, token_id in ordered], np.int64),
         np.array(prefixes, np.int64).reshape(-1, 2),
@@ -71,17 +71,19 @@ def pack_specials(tokens: Sequence[tuple[bytes, int]]) -> Specials:
 
 
 @inlined
-def match_special(buffer: Bytes, position: int, end: int, specials: Specials, i: int) -> tuple[int, int]:
+def match_special(buffer: Bytes, position: Int, end: Int, specials: Specials, i: Int) -> tuple[Int, Int]:
     """Return (matched, length): how many bytes of special token ``i`` are at ``position``, before ``end``."""
     first = read(specials.ends, i)
     length = read(specials.ends, i + 1) - first
-    matched = 0
-    while (
-        matched < length
-        and position + matched < end
-        and read(buffer, position + matched) == read(specials.data, first + matched)
-    ):
-        matched += 1
+    limit = min(length, end - position)
+    matched = np.int64(0)
+    while matched < limit:
+        difference = load64(buffer, position + matched) ^ load64(specials.data, first + matched)
+        if difference:
+            matched += first_bit(difference) >> 3
+            break
+        matched += 8
+    matched = min(matched, limit)
     return matched, length
 
 

@@ -47,7 +47,7 @@ def check_equal(first: Tokenizer, second: Tokenizer, text: str) -> None:
     assert second.decode(ids) == first.decode(ids)
     assert second.parts == first.parts
     assert list(second.vocab.items()) == list(first.vocab.items())
-    for name in ("size", "special_ids", "added_tokens", "added_ids", "_needs_no_context"):
+    for name in ("size", "special_ids", "added_tokens", "added_ids"):
         assert getattr(second, name) == getattr(first, name), name
     for name in ("_merge_table", "_whole_tokens"):
         pairs = zip(getattr(first._fast_encoder, name), getattr(second._fast_encoder, name), strict=True)
