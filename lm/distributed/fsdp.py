@@ -26,10 +26,11 @@ class FSDP(nn.Module):
     gathered and freed in the same way, and nothing is sent for their gradients.
 
     Outside of the passes the parameters of ``module`` are this rank's rows, and all vectors: give them to the
-    optimizer. They are float32 if the weights are; with ``compute_dtype`` they are cast before they are gathered, and
-    floating-point arguments of :meth:`forward` are cast too. Gradients travel in ``reduce_dtype``, that of the gathered
-    weights by default. The matrices in ``whole`` belong to one rank each, for an optimizer that needs whole matrices.
-    Weights and buffers start as those of rank 0.
+    optimizer. They are float32 if the weights are; with ``compute_dtype`` they are cast before they are gathered,
+    except those in ``uncast``, and floating-point arguments of :meth:`forward` are cast too. Gradients travel in
+    ``reduce_dtype``, that of the gathered weights by default, and those of several micro-batches are added in it. The
+    matrices in ``whole`` belong to one rank each, for an optimizer that needs whole matrices. Weights and buffers start
+    as those of rank 0.
 
     All ranks must call the units in the same order. Call :meth:`finish_gradient_synchronization` after the backward
     pass.
@@ -42,6 +43,7 @@ class FSDP(nn.Module):
         *,
         reduce_dtype: torch.dtype | None = None,
         whole: Collection[nn.Parameter] = (),
+        uncast: Collection[nn.Parameter] = (),
         is_resharded_after_forward: bool = True,
     ) -> None:
         super().__init__()
@@ -50,7 +52,9 @@ class FSDP(nn.Module):
             dist.broadcast(tensor.detach(), 0)
         self._is_resharded_after_forward = is_resharded_after_forward
         self._is_synchronizing = True
-        self._units, self._units_of = _make_units(module, set(whole), compute_dtype, reduce_dtype)
+        kept = set(module.parameters() if compute_dtype is None else uncast)
+        dtypes = {p: p.dtype if p in kept or compute_dtype is None else compute_dtype for p in module.parameters()}
+        self._units, self._units_of = _make_units(module, set(whole), dtypes, reduce_dtype)
         self._calls: list[nn.Module] = []  # of the modules in self._units_of, in the order of a forward pass
         self._is_order_known = False  # after the first backward pass
         self._last_call = -1  # place of the last call in the order
@@ -178,7 +182,7 @@ class FSDP(nn.Module):
         for unit in self._units:
             unit.free()  # a unit without gradients is still gathered
             if not self._is_synchronizing:
-                unit.expect_gradients()
+                unit.keep_gradients()
 
     def _send_gradients(self, unit: "_Unit") -> None:
         unit.free()
@@ -200,12 +204,11 @@ class _Unit:
         params: list[nn.Parameter],
         locations: list[list[tuple[nn.Module, str]]],
         bounds: list[Bounds],
-        compute_dtype: torch.dtype | None,
+        dtype: torch.dtype,
         reduce_dtype: torch.dtype | None,
         reduce_group: dist.ProcessGroup,
     ) -> None:
         self.locations, self.bounds = locations, bounds
-        dtype = compute_dtype or params[0].dtype
         rows: Sequence[Tensor] = params
         if bounds:
             rows = [local_rows(p.detach(), b) for p, b in zip(params, bounds, strict=True)]
@@ -216,6 +219,7 @@ class _Unit:
         self._reduce_exchange = RowExchange(self.full, bounds, reduce_dtype or dtype, reduce_group)
         self._gather: Transfer | None = None
         self._reduction: Transfer | None = None
+        self._kept: list[Tensor | None] = [None] * len(self.full)  # gradients of earlier micro-batches
         self._is_gathered = True
         self.is_frozen = not params[0].requires_grad
         for p in () if self.is_frozen else self.full:
@@ -270,15 +274,30 @@ class _Unit:
         """Count the gradients of a backward pass from its beginning."""
         self.missing_gradients = 0 if self.is_frozen else len(self.full)
 
+    def keep_gradients(self) -> None:
+        """Let later backward passes add to these gradients: in the dtype in which they travel."""
+        self.expect_gradients()
+        dtype = self._reduce_exchange.dtype
+        if dtype != self.full[0].dtype:
+            self._kept = [None if grad is None else grad.to(dtype) for grad in self._take_gradients()]
+
+    def _take_gradients(self) -> list[Tensor | None]:
+        """Return the gradients, with those that were kept, and drop them."""
+        grads = list(self._kept)
+        for index, (p, kept) in enumerate(zip(self.full, self._kept, strict=True)):
+            if p.grad is not None:
+                grads[index] = p.grad if kept is None else kept.add_(p.grad)
+            p.grad = None
+        self._kept = [None] * len(grads)
+        return grads
+
     def _count_gradient(self, _: Tensor) -> None:
         self.missing_gradients -= 1
         if not self.missing_gradients:
             self.on_gradients(self)
 
     def send_gradients(self) -> None:
-        self._reduction = self._reduce_exchange.start_average([p.grad for p in self.full])
-        for p in self.full:
-            p.grad = None
+        self._reduction = self._reduce_exchange.start_average(self._take_gradients())
 
     def receive_gradients(self) -> None:
         self.expect_gradients()
@@ -295,29 +314,29 @@ class _Unit:
 def _make_units(
     module: nn.Module,
     whole: set[nn.Parameter],
-    compute_dtype: torch.dtype | None,
+    dtypes: dict[nn.Parameter, torch.dtype],
     reduce_dtype: torch.dtype | None,
 ) -> tuple[list[_Unit], dict[nn.Module, tuple[_Unit, ...]]]:
     """Return the units, and the units that a module uses in its forward pass.
 
-    Parameters of a unit have one dtype, are either sharded or vectors, and either need gradients or do not. A parameter
-    of several modules belongs to the unit of the first.
+    Parameters of a unit have one dtype, and one in ``dtypes`` when they are gathered; they are either sharded or
+    vectors, and either need gradients or do not. A parameter of several modules belongs to the unit of the first.
     """
     locations: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    groups: dict[tuple[nn.Module, torch.dtype, bool, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[nn.Module, torch.dtype, torch.dtype, bool, bool], list[nn.Parameter]] = {}
     users: dict[nn.Module, list[nn.Parameter]] = {}
     for part, root in _find_roots(module).items():
         for name, p in part._parameters.items():
             if p is not None:
                 if p not in locations:
-                    groups.setdefault((root, p.dtype, p.ndim < 2, p.requires_grad), []).append(p)
+                    groups.setdefault((root, p.dtype, dtypes[p], p.ndim < 2, p.requires_grad), []).append(p)
                 locations.setdefault(p, []).append((part, name))
                 users.setdefault(root, []).append(p)
     units: dict[nn.Parameter, _Unit] = {}
     loads, reduce_group = [0] * get_world_size(), dist.new_group()
-    for (_, _, are_vectors, _), group in groups.items():
+    for (_, _, dtype, are_vectors, _), group in groups.items():
         bounds = [] if are_vectors else shard_rows(group, [p in whole for p in group], loads)
-        unit = _Unit(group, [locations[p] for p in group], bounds, compute_dtype, reduce_dtype, reduce_group)
+        unit = _Unit(group, [locations[p] for p in group], bounds, dtype, reduce_dtype, reduce_group)
         units |= dict.fromkeys(group, unit)
     used = {user: tuple(dict.fromkeys(units[p] for p in params)) for user, params in users.items()}
     return list(dict.fromkeys(units.values())), used

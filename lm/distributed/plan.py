@@ -32,13 +32,20 @@ from lm.optim.shards import gather
 
 log = logging.getLogger(__name__)
 
+_CAST_ROLES = ("query_key", "value_output", "feed_forward")  # of matrices that autocast casts whenever they are used
 _MIN_FLOPS_TO_COMPILE = 5e13  # compilation takes half a minute, and saves a fifth of some minutes on two cores
 
 
 def parallelize(
-    model: TransformerLM, execution: Execution, kind: ParallelKind, whole: Collection[nn.Parameter] = ()
+    model: TransformerLM,
+    execution: Execution,
+    kind: ParallelKind,
+    whole: Collection[nn.Parameter] = (),
+    autocast_dtype: torch.dtype | None = None,
 ) -> "Parallel":
     """Prepare ``model`` for training as ``execution`` says, in place, and share it among the ranks.
+
+    ``autocast_dtype``: the model is called under autocast with this dtype alone.
 
     In order: tensor parallelism as the process group has it, the attention backend, activation checkpointing by block,
     then ``kind`` of data parallelism; see :class:`Parallel`, which also compiles. Make the optimizers with its method.
@@ -59,7 +66,7 @@ def parallelize(
     if execution.activation_checkpointing or attention_function is not causal_attention:
         for layer in model.layers:
             layer.forward = BlockForward(layer.forward, attention_function, execution.activation_checkpointing)
-    return Parallel(model, kind, whole)
+    return Parallel(model, kind, whole, autocast_dtype)
 
 
 class Parallel:
@@ -67,13 +74,20 @@ class Parallel:
 
     none: one process. ddp: all ranks have everything. zero1: optimizer state is sharded. zero2: also gradients; weights
     are gathered once a step. fsdp: weights are gathered and freed block by block, in each pass. zero2 and fsdp leave
-    vectors unsharded. The matrices in ``whole`` are not sharded themselves but belong to one rank each, for optimizers
-    that need whole matrices; stacks of them are sharded.
+    vectors unsharded; with ``autocast_dtype`` they gather the matrices of the blocks in that. The matrices in ``whole``
+    are not sharded themselves but belong to one rank each, for optimizers that need whole matrices; stacks of them are
+    sharded.
 
     Tensor parallelism is none or ddp of models that are divided: weights and state are those of this rank's part.
     """
 
-    def __init__(self, model: TransformerLM, kind: ParallelKind, whole: Collection[nn.Parameter] = ()) -> None:
+    def __init__(
+        self,
+        model: TransformerLM,
+        kind: ParallelKind,
+        whole: Collection[nn.Parameter] = (),
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
         self.model, self.kind, self.is_compiled = model, kind, False
         is_divided = get_tensor_mesh() is not None
         self.shards_weights = kind in ("zero2", "fsdp") or is_divided
@@ -82,7 +96,17 @@ class Parallel:
         if kind in ("ddp", "zero1"):
             self.wrapper = DDP(model, get_data_group())
         elif kind != "none":
-            self.wrapper = FSDP(model, whole=whole, is_resharded_after_forward=kind == "fsdp")
+            roles = model.parameter_roles()
+            uncast = [p for name, p in model.named_parameters() if p.ndim < 2 or roles[name] not in _CAST_ROLES]
+            # As autocast casts them, with half the traffic. Gradients are added in float32, as with autocast.
+            self.wrapper = FSDP(
+                model,
+                autocast_dtype,
+                reduce_dtype=autocast_dtype and torch.float32,
+                whole=whole,
+                uncast=uncast,
+                is_resharded_after_forward=kind == "fsdp",
+            )
         self._bounds = self.wrapper.bounds if isinstance(self.wrapper, FSDP) else {}
 
     def make_optimizer(

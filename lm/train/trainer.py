@@ -93,7 +93,8 @@ class Trainer:
         self.config = config = replace(config, precision=precision)
         self.model, self.objective, self.execution, self.out, self.base = model, objective, execution, out, base
         kind = choose_parallel(execution, config, model.config, self.device, base.adapter if base else None)
-        self.parallel = parallelize(model, execution, kind, whole_parameters(model, config))
+        autocast_dtype = None if base or precision != "bfloat16" else torch.bfloat16  # an adapter has dtypes of its own
+        self.parallel = parallelize(model, execution, kind, whole_parameters(model, config), autocast_dtype)
         self.optimizers = make_optimizers(model, config, self.parallel)
         self.average = make_average(model, config)
         self.saved_optimizers = [*self.optimizers, *([self.average] if self.average else [])]

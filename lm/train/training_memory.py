@@ -71,9 +71,9 @@ def predict_training_memory(
     """Predict the memory of a process that trains with micro-batches of ``sequences`` full contexts.
 
     Weights, gradients, state and averages are float32: AdamW has two moments, Muon one. Matmuls in bfloat16 run under
-    autocast, which keeps a copy of the matrices. ``kind`` is what ``world_size`` processes shard; with tensor
-    parallelism, which divides the model before, these are the parts of the batch. Raises UserError if the vocabulary
-    size is not set, or if tensor parallelism cannot divide the model.
+    autocast, which keeps a copy of the matrices unless they are gathered in bfloat16. ``kind`` is what ``world_size``
+    processes shard; with tensor parallelism, which divides the model before, these are the parts of the batch. Raises
+    UserError if the vocabulary size is not set, or if tensor parallelism cannot divide the model.
     """
     whole_config = model_config
     if execution.tensor_parallel > 1:
@@ -99,7 +99,8 @@ def predict_training_memory(
         for layer in layers
     ]
     all_stored = model_config.num_layers * tokens * 4 * model_config.d_model if has_checkpointing else sum(blocks)
-    copies = 2 * hidden if is_bfloat16 else 0
+    is_cast = is_bfloat16 and kind in ("zero2", "fsdp")  # before it is gathered
+    copies = 2 * hidden if is_bfloat16 and not is_cast else 0
     head = 4 * (model_config.vocab_size or 0) * model_config.d_model  # a gradient of the head
     loss_input = tokens * (element + 4) * model_config.d_model  # and the gradient of it
     activations = all_stored + loss_input + copies + head
@@ -118,7 +119,9 @@ def predict_training_memory(
     whole_matrices = (hidden_matrices(whole_config, layer) for layer in layers)
     matrices = Counter(shape for shapes in whole_matrices for shape in shapes)
     bucket = max(MAX_BUCKET_BYTES, head, *(4 * math.prod(shape) for shape in matrices))
-    held = _held_bytes(kind, world_size, weights, state, 4 * largest_block, head, bucket)
+    gathered = weights - (2 * hidden if is_cast else 0)
+    block = _BlockBytes((2 if is_cast else 4) * largest_block, 4 * largest_block)
+    held = _held_bytes(kind, world_size, weights, state, gathered, block, head, bucket)
     earlier = weights if config.gradient_accumulation_steps > 1 and kind not in ("ddp", "zero1") else 0
     share = world_size if kind in ("zero2", "fsdp") else 1
     state_share = 1 if kind in ("none", "ddp") else world_size
@@ -159,10 +162,27 @@ class _Held(NamedTuple):
     at_update: int
 
 
+class _BlockBytes(NamedTuple):
+    """Bytes of the largest block's matrices."""
+
+    gathered: int
+    """In the dtype in which they are gathered, as are their gradients."""
+    sent: int
+    """In that in which gradients travel."""
+
+
 def _held_bytes(
-    parallel: ParallelKind, world_size: int, weights: int, state: int, block: int, head: int, bucket: int
+    parallel: ParallelKind,
+    world_size: int,
+    weights: int,
+    state: int,
+    gathered: int,
+    block: _BlockBytes,
+    head: int,
+    bucket: int,
 ) -> _Held:
-    """``bucket``: bytes of weights that ShardedOptimizer gathers together, at least those of one tensor."""
+    """``gathered``: bytes of all weights as FSDP gathers them. ``bucket``: bytes of weights that ShardedOptimizer
+    gathers together, at least those of one tensor."""
     if parallel == "none":
         return _Held(weights + state, weights + state, 2 * weights + state, 2 * weights + state)
     if parallel in ("ddp", "zero1"):
@@ -171,13 +191,13 @@ def _held_bytes(
         # The gradients of the bucket that is not sent yet, see lm.distributed.ddp.
         unsent = min(weights, gradient_bucket_bytes(weights))
         return _Held(base, base, base + unsent, base + gathered)
-    base = (weights + state) // world_size
+    base, shard = (weights + state) // world_size, weights // world_size
     # A block's gradients, and those of the unit before in the buffer that is sent.
-    sent = block + head + head // world_size
-    gradients = weights // world_size
+    last = block.gathered + head + head // world_size
+    first = shard + 2 * block.gathered + block.sent + head
     if parallel == "zero2":
-        return _Held(base + weights, base + weights + sent, base + gradients + 3 * block + head, base + gradients)
-    return _Held(base + head, base + 2 * block + sent, base + gradients + 4 * block + head, base + gradients)
+        return _Held(base + gathered, base + gathered + last, base + first, base + shard)
+    return _Held(base + head, base + 2 * block.gathered + last, base + first + block.gathered, base + shard)
 
 
 def choose_parallel(

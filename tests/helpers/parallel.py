@@ -57,6 +57,8 @@ class Case:
     adapter: Literal["", "float32", "bfloat16", "nf4"] = ""
     """Dtype of the frozen base of an adapter. Empty: all weights are trained."""
     micro_batches: int = 2
+    has_autocast: bool = False
+    """Compute matmuls in bfloat16."""
 
     @property
     def name(self) -> str:
@@ -89,14 +91,16 @@ def train(case: Case) -> dict[str, Tensor]:
     if case.adapter:
         add_adapter(model, AdapterConfig(rank=3, alpha=24, dtype=case.adapter))
     execution = Execution(activation_checkpointing=case.has_checkpointing)
-    parallel = parallelize(model, execution, case.kind, whole_parameters(model, config))
+    whole = whole_parameters(model, config)
+    parallel = parallelize(model, execution, case.kind, whole, torch.bfloat16 if case.has_autocast else None)
     optimizers = make_optimizers(model, config, parallel)
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         if "eps" in group:
             group["eps"] = 1e-4  # with a smaller one the first steps depend on the gradients' rounding
 
     def loss_of(part: Tensor) -> Tensor:
-        return model.loss(part[:, :-1], part[:, 1:])
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.has_autocast):
+            return model.loss(part[:, :-1], part[:, 1:])
 
     if case.is_compiled:
         with patch("torch.compile", lambda function: function):

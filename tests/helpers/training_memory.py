@@ -81,7 +81,9 @@ def measure_peak(case: Case) -> int:
         model = TransformerLM(case.config)
         if case.adapter:
             add_adapter(model, AdapterConfig(**case.adapter))
-        parallel = parallelize(model, case.execution, case.parallel, whole_parameters(model, case.training))
+        autocast_dtype = torch.bfloat16 if case.is_bfloat16 and not case.adapter else None
+        whole = whole_parameters(model, case.training)
+        parallel = parallelize(model, case.execution, case.parallel, whole, autocast_dtype)
         optimizers = make_optimizers(model, case.training, parallel)
         if average := make_average(model, case.training):
             optimizers.append(average)

@@ -1,5 +1,6 @@
 """Memory and gradients of FSDP."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -8,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from lm.common.execution import Execution
+from lm.common.execution import Execution, ParallelKind
 from lm.distributed import FSDP
 from lm.distributed.plan import parallelize
 from lm.model import ModelConfig, TransformerLM
@@ -20,6 +22,7 @@ from tests.helpers.ranks import run_ranks
 pytestmark = pytest.mark.usefixtures("process_group_of_one")
 
 IDS = torch.arange(16)[None]
+DOWN_SHAPE = (16, 32)  # of a matrix of each block alone
 
 
 def make_model(is_tied: bool = False, has_adapter: bool = False) -> TransformerLM:
@@ -169,3 +172,38 @@ def test_a_failed_backward_pass_leaves_nothing_behind() -> None:
 def test_vectors_are_whole_on_every_rank(tmp_path: Path, case: str) -> None:
     run_ranks("tests.helpers.rank_trainings", tmp_path, case, world_size=2)
     assert len([*tmp_path.glob("*.done")]) == 2
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "zero2"])
+def test_matrices_gathered_in_the_dtype_of_autocast_change_no_gradient(kind: ParallelKind) -> None:
+    """Bit for bit, with two micro-batches. Nor are copies of the matrices saved for the backward pass."""
+    gradients, gathered, num_copies = [], [], []
+    for dtype in (None, torch.bfloat16):
+        model = make_model()
+        fsdp = (parallel := parallelize(model, Execution(), kind, autocast_dtype=dtype)).wrapper
+        assert isinstance(fsdp, FSDP)
+        storages = [p.untyped_storage()._cdata for unit in fsdp._units for p in unit.full]
+        saved: list[Tensor] = []
+
+        def save(x: Tensor, saved: list[Tensor] = saved) -> Tensor:
+            saved.append(x)
+            return x
+
+        for number in range(2):
+            part = IDS[:, number : number + 11]
+            with nullcontext() if number else parallel.no_sync():
+                with saved_tensors_hooks(save, lambda x: x), torch.autocast("cpu"):
+                    loss = model.loss(part, part)
+                loss.backward()
+        with torch.no_grad(), torch.autocast("cpu"):
+            seen: list[int] = []
+            model.layers[3].register_forward_hook(lambda *_, seen=seen, fsdp=fsdp: seen.append(gathered_bytes(fsdp)))
+            model(IDS)
+        parallel.finish_gradient_synchronization()
+        num_copies.append(sum(x.shape == DOWN_SHAPE and x.untyped_storage()._cdata not in storages for x in saved))
+        gathered.append(max(seen))
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+    assert all(grad is not None and grad.dtype == torch.float32 for grad in gradients[1])
+    assert num_copies[0] > 0 == num_copies[1]
+    assert gathered[1] < 0.6 * gathered[0]

@@ -15,8 +15,8 @@ ADAPTER_DTYPES: list[Literal["float32", "bfloat16", "nf4"]] = ["float32", "bfloa
 
 def check_weights_and_figures(directory: Path, cases: list[Case], world_size: int, tolerance: float) -> None:
     def in_one_process(case: Case) -> Case:
-        # With the same parts of the batch, which a base in bfloat16 may round in another way together.
-        parts = case.micro_batches * (world_size if case.adapter else 1)
+        # With the same parts of the batch, which bfloat16 may round in another way together.
+        parts = case.micro_batches * (world_size if case.adapter or case.has_autocast else 1)
         return replace(case, kind="none", is_compiled=False, micro_batches=parts)
 
     whole_cases = list(dict.fromkeys(map(in_one_process, cases)))
@@ -35,6 +35,8 @@ def test_two_processes_have_the_weights_of_one(tmp_path: Path) -> None:
     cases += [Case(kind, optimizer="adamw", steps=4, is_compiled=True) for kind in KINDS]
     cases += [Case("fsdp", steps=4, options="gemma"), Case("fsdp", steps=4, options="olmo2")]
     cases += [Case("fsdp", steps=4, options="experts"), Case("zero2", steps=4, options="experts")]
+    cases += [Case(kind, steps=4, has_autocast=True, is_tied=kind == "zero2") for kind in KINDS]
+    cases += [Case("fsdp", steps=4, has_autocast=True, options="experts", optimizer="muon", has_checkpointing=True)]
     check_weights_and_figures(tmp_path, cases, 2, 1e-4)
 
 

@@ -104,6 +104,8 @@ def test_the_peak_of_a_divided_training(tmp_path: Path, world_size: int) -> None
         {"vocab_size": 4096, "sequences": 2, "optimizer": "muon"},
         {"model": {"num_layers": 8}, "sequences": 1},
         {"model": {"num_layers": 8}, "sequences": 1, "has_checkpointing": True},
+        {"is_bfloat16": True},
+        {"model": {"num_layers": 8}, "sequences": 1, "is_bfloat16": True},
         {"adapter": {"rank": 8}},
         {"adapter": {"rank": 64}, "model": {"num_layers": 8}, "sequences": 1, "has_checkpointing": True},
         {"adapter": {"rank": 8, "dtype": "bfloat16"}, "vocab_size": 4096, "sequences": 2},
