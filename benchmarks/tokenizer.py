@@ -1,12 +1,13 @@
-"""Compare the tokenizer with gigatoken, tiktoken, quicktok, Hugging Face tokenizers and rustbpe.
+"""Compare the tokenizer with gigatoken, tiktoken, quicktok, fastokens, tokie, kitoken, Hugging Face and rustbpe.
 
 ``python -m benchmarks.tokenizer [--corpus FILE …] [--vocab vocab.json --merges merges.txt] [--only encode,count,…]``.
-The jobs are encode, count and train. Encoding reads a text file and writes a file of uint16 ids, or uint32 if the
-vocabulary is larger: see :mod:`benchmarks.vocabularies`. Its time includes the construction of the tokenizer, with
-an empty cache of pretokens; ours was constructed on this machine before. Counting and training also start from the
-file. First the results are compared. Then all libraries take turns. Each measurement is a process that has processed a
-few words before its clock starts; the results are medians. Memory is the peak resident size, less that before the
-clock; it includes mapped files.
+The jobs are encode, warm, count and train. Encoding reads a text file and writes a file of uint16 ids, or uint32 if the
+vocabulary is larger: see :mod:`benchmarks.vocabularies`. Its time includes the construction of the tokenizer, with an
+empty cache of pretokens; ours was constructed on this machine before. The job warm encodes a text from memory to one
+array, in one thread, by a tokenizer that has encoded it before. Counting and training also start from the file. First
+the results are compared. Then all libraries take turns. Each measurement is a process that has processed a few words
+before its clock starts; the results are medians. Memory is the peak resident size, less that before the clock; it
+includes mapped files.
 
 The last line is JSON. In ``ratios``, more than 1 means that ours is faster. ``…_rate`` is our speed on such documents
 over our speed on the corpus, ``…_rate_cpu1`` over that of GPT-2's tokenizer on one long document, by CPU time with one
@@ -21,16 +22,13 @@ import hashlib
 import importlib.util
 import json
 import os
-import platform
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
-from importlib import metadata
-from itertools import cycle
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +36,27 @@ import numpy as np
 
 from benchmarks.texts import ADVERSARIAL, CORPORA, DATA, END, TRAINED, documents, mixed, take_bytes
 from benchmarks.tokenizer_jobs import GIGATOKEN_FORMS, MERGES, Task, run_task
+from benchmarks.tokenizer_report import MODULES, Results, print_report
 from benchmarks.vocabularies import QUICKTOK, prepare
 from lm.text.patterns import PATTERNS
 from lm.text.pretokenize import END_OF_TEXT
 from lm.tokenizer.tokenizer import Tokenizer, token_dtype
 
-MODULES = {
-    "gigatoken": "gigatoken",
-    "tiktoken": "tiktoken",
-    "huggingface": "tokenizers",
-    "rustbpe": "rustbpe",
-    "quicktok": "quicktok",
-}
-PACKAGES = {"quicktok": "quicktok-v1"}  # names that differ from those of the modules
 MIXED_BYTES, CORPUS_BYTES, SAMPLE_BYTES, LARGE_BYTES = 331_000_000, 32_000_000, 30_000_000, 2_000_000_000
 GIGATOKEN_PATTERNS = ("o200k", "llama3", "qwen2")  # that it recognises in our tokenizer.json
-SECTIONS = ("construct", "encode", "count", "train", "corpora", "patterns", "documents", "adversarial", "memory")
+WARM_PEERS = (*GIGATOKEN_FORMS, "fastokens", "tokie", "kitoken")
+SECTIONS = (
+    "construct",
+    "encode",
+    "warm",
+    "count",
+    "train",
+    "corpora",
+    "patterns",
+    "documents",
+    "adversarial",
+    "memory",
+)
 TRAINED_VOCAB_SIZE = 300  # for the texts of TRAINED
 TIMEOUT_SECONDS = 1800  # of a measurement
 
@@ -64,11 +67,7 @@ class Bench:
     def __init__(self, directory: Path, gpt2_files: tuple[Path, Path], corpus: list[Path], rounds: int) -> None:
         self.directory, self.gpt2_files, self.rounds = directory, gpt2_files, rounds
         self.tokenizers: dict[tuple[str, bool], dict[str, Any]] = {}
-        self.rows: list[dict[str, Any]] = []
-        self.notes: list[str] = []
-        self.ratios: dict[str, float] = {}
-        self.checks: dict[str, bool] = {}
-        self.extra: dict[str, Any] = {"memory_mb": {}, "adversarial": {}, "merges": {}}
+        self.results = Results()
         files = repr([(str(path.resolve()), path.stat()[6:9:2]) for path in corpus])  # size and mtime
         self.name = f"given-{hashlib.sha256(files.encode()).hexdigest()[:8]}" if corpus else "mixed"
         joined = (path.read_bytes() + END for path in corpus)
@@ -106,7 +105,7 @@ class Bench:
         """Run a task in its own process. Return {} and add a note if the task fails or the peer is not installed."""
         module = MODULES.get(task.library.split("/")[0], "lm")
         if importlib.util.find_spec(module) is None:
-            self.notes.append(f"{module} is not installed (.[bench]): its ratios are left out")
+            self.results.notes.append(f"{module} is not installed (.[bench]): its ratios are left out")
             return {}
         environment = {**os.environ, "RAYON_NUM_THREADS": str(task.threads), "TOKENIZERS_PARALLELISM": "false"}
         with tempfile.TemporaryDirectory(dir=self.directory) as output:
@@ -121,7 +120,7 @@ class Bench:
                 problem = (process.stderr.splitlines() or [f"exit code {process.returncode}"])[-1]
             except subprocess.TimeoutExpired:
                 problem = f"timeout after {TIMEOUT_SECONDS} s"
-        self.notes.append(f"{task.job} of {Path(task.text).stem} by {task.library} failed: {problem[:200]}")
+        self.results.notes.append(f"{task.job} of {Path(task.text).stem} by {task.library} failed: {problem[:200]}")
         return {}
 
     def medians(self, *tasks: Task) -> list[dict[str, Any]]:
@@ -144,7 +143,7 @@ class Bench:
                     "threads": task.threads,
                     "pattern": task.pattern,
                 }
-                self.rows.append(
+                self.results.rows.append(
                     settings | {name: round(value, 4) for name, value in row.items()} | {"runs": len(results)}
                 )
             rows.append(row)
@@ -159,23 +158,23 @@ class Bench:
         ours, *results = (self.measure(replace(task, library=library)) for library in ("ours", *peers))
         for library, result in zip(peers, results, strict=True):
             if result or not ours:
-                digest = "without_separators" if library == GIGATOKEN_FORMS[1] else "all"
+                digest = "without_separators" if library in WARM_PEERS[1:] else "all"
                 is_equal = bool(ours) and ours[digest] == result.get(digest)
-                self.checks[name := f"{job} {Path(text).stem} {task.pattern}: {library}"] = is_equal
+                self.results.checks[name := f"{job} {Path(text).stem} {task.pattern}: {library}"] = is_equal
                 log(f"{name}: {'equal' if is_equal else 'NOT EQUAL'}")
 
     def ratio(self, name: str, peers: Sequence[dict[str, Any]], ours: dict[str, Any], unit: str) -> None:
         """Record how many times faster ours is than the fastest peer. ``unit`` is ``cpu``, ``wall`` or ``mb_per_s``."""
         values = [row[unit] for row in peers if row]
         if values and ours:
-            self.ratios[name] = ours[unit] / max(values) if unit == "mb_per_s" else min(values) / ours[unit]
+            self.results.ratios[name] = ours[unit] / max(values) if unit == "mb_per_s" else min(values) / ours[unit]
 
     def construct(self) -> None:
         """Construct GPT-2's tokenizer."""
         ours, gigatoken = self.medians(*(Task("construct", library, self.corpus) for library in ("ours", "gigatoken")))
         self.ratio("construct_vs_gigatoken", [gigatoken], ours, "cpu")
         if ours:
-            self.ratios["construct_gpt2_ms"] = 1000 * ours["cpu"]
+            self.results.ratios["construct_gpt2_ms"] = 1000 * ours["cpu"]
 
     def encode(self) -> None:
         """Encode the corpus."""
@@ -193,6 +192,18 @@ class Bench:
         self.ratio("encode_vs_tiktoken", [tiktoken], one, "cpu")
         self.ratio("encode_vs_huggingface", [hugging_face], one, "mb_per_s")
 
+    def warm(self) -> None:
+        """Encode texts of one kind, and documents of all kinds, with a tokenizer that has encoded them before."""
+        texts = {name: self.text(name, parts, CORPUS_BYTES) for name, parts in CORPORA.items()}
+        kinds = zip(*(documents(Path(text).read_bytes()) for text in texts.values()), strict=False)
+        texts["all_kinds"] = self.text("all_kinds", lambda: chain.from_iterable(kinds), CORPUS_BYTES)
+        for name, text in texts.items():
+            self.check("warm", text, WARM_PEERS[1:-1], 1)  # kitoken gives other ids for most texts
+            ours, *peers = self.medians(*(Task("warm", library, text) for library in ("ours", *WARM_PEERS)))
+            self.ratio(f"warm_{name}_vs_gigatoken", peers[:2], ours, "cpu")
+            for library, row in zip(WARM_PEERS[2:], peers[2:], strict=True):
+                self.ratio(f"warm_{name}_vs_{library}", [row], ours, "cpu")
+
     def count(self) -> None:
         """Count the pretokens of the corpus."""
         self.check("count", self.sample(), ["regex"], 1)
@@ -203,8 +214,8 @@ class Bench:
         one, peer_one, two, peer_two = self.medians(*tasks)
         self.ratio("count_vs_gigatoken_cpu1", [peer_one], one, "cpu")
         self.ratio("count_vs_gigatoken_wall2", [peer_two], two, "wall")
-        if ratios := [value for name, value in self.ratios.items() if name.startswith("count")]:
-            self.ratios["count_vs_gigatoken"] = min(ratios)
+        if ratios := [value for name, value in self.results.ratios.items() if name.startswith("count")]:
+            self.results.ratios["count_vs_gigatoken"] = min(ratios)
 
     def train(self) -> None:
         """Train merges on the corpus."""
@@ -212,11 +223,11 @@ class Bench:
             self.measure(Task("train", library, self.corpus, threads, check=True))
             for library, threads in (("ours", 1), ("ours", 2), ("gigatoken", 2))
         )
-        self.checks["merges of 1 and 2 threads"] = bool(one) and one.get("all") == two.get("all")
-        self.checks["number of merges"] = len(one.get("merges", ())) == MERGES
+        self.results.checks["merges of 1 and 2 threads"] = bool(one) and one.get("all") == two.get("all")
+        self.results.checks["number of merges"] = len(one.get("merges", ())) == MERGES
         if one and peer:
             equal = [ours == other for ours, other in zip(one["merges"], peer["merges"], strict=False)]
-            self.extra["merges"]["leading_as_gigatoken"] = [*equal, False].index(False)
+            self.results.extra["merges"]["leading_as_gigatoken"] = [*equal, False].index(False)
         tasks = [Task("train", library, self.corpus, 2) for library in ("ours", "gigatoken", "rustbpe")]
         ours, gigatoken, rustbpe = self.medians(*tasks[:2], replace(tasks[2], rounds=3))
         self.ratio("train_vs_gigatoken", [gigatoken], ours, "wall")
@@ -279,13 +290,13 @@ class Bench:
         corpus, long_row, small_row, plain, *rows = self.medians(*tasks)
         for name, row in (("long_document_rate", long_row), ("small_documents_rate", small_row)):
             if corpus and row:
-                self.ratios[name] = row["mb_per_s"] / corpus["mb_per_s"]
+                self.results.ratios[name] = row["mb_per_s"] / corpus["mb_per_s"]
         sizes = [Path(path).stat().st_size for path in (texts[0], medium, medium)]
         for name, row, size in zip(
             ("long_chat", "documents_of_300", "documents_of_300_chat"), rows, sizes, strict=True
         ):
             if plain and row:
-                self.ratios[f"{name}_rate_cpu1"] = size / sizes[0] * plain["cpu"] / row["cpu"]
+                self.results.ratios[f"{name}_rate_cpu1"] = size / sizes[0] * plain["cpu"] / row["cpu"]
 
     def adversarial(self) -> None:
         """Encode 1 and 10 MB of texts that are hard for encoders, with a constructed tokenizer; learn from some."""
@@ -304,7 +315,7 @@ class Bench:
             if short and long:
                 figures = {"mb_per_s": long["mb_per_s"], "times_for_10x": long["wall"] / short["wall"]}
                 figures |= {"vs_gigatoken": peer["wall"] / long["wall"]} if peer else {}
-                self.extra["adversarial"][name] = {key: round(value, 2) for key, value in figures.items()}
+                self.results.extra["adversarial"][name] = {key: round(value, 2) for key, value in figures.items()}
         for name in TRAINED:
             texts = [self.text(f"{name}-{size}", list) for size in (1, 10)]  # made above
             for text in texts:
@@ -314,7 +325,9 @@ class Bench:
             )
             if short and long:
                 figures = {"mb_per_cpu_s": 10 / long["cpu"], "cpu_times_for_10x": long["cpu"] / short["cpu"]}
-                self.extra["adversarial"][f"train {name}"] = {key: round(value, 2) for key, value in figures.items()}
+                self.results.extra["adversarial"][f"train {name}"] = {
+                    key: round(value, 2) for key, value in figures.items()
+                }
 
     def memory(self) -> None:
         """Measure the memory for the corpus, and for 2 GB of repeated corpus."""
@@ -324,36 +337,8 @@ class Bench:
             for name, text in (("corpus", self.corpus), ("2gb", str(large))):
                 (row,) = self.medians(Task(job, "ours", text, 2, rounds=1))
                 if row:
-                    self.extra["memory_mb"][f"{job}_{name}"] = round(row["memory_mb"])
+                    self.results.extra["memory_mb"][f"{job}_{name}"] = round(row["memory_mb"])
         large.unlink()
-
-    def report(self, with_table: bool) -> None:
-        """Print the table and the JSON line."""
-        cpu_info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-        model = re.search(r"model name\s*:\s*(.+)", cpu_info)
-        machine = {"cpu": model[1] if model else platform.processor(), "cores": os.cpu_count()}
-        modules = filter(importlib.util.find_spec, ("numpy", "numba", "pyarrow", *MODULES.values()))
-        machine |= {
-            "python": platform.python_version(),
-            **{name: metadata.version(PACKAGES.get(name, name)) for name in modules},
-        }
-        ratios = {name: round(value, 3) for name, value in self.ratios.items()}
-        notes = list(dict.fromkeys(self.notes))
-        if with_table:
-            columns = {"mb_per_s": "8.1f", "wall": "8.3f", "cpu": "8.3f", "memory_mb": "9.0f", "runs": "4"}
-            print(f"{'job':6} {'text':26} {'library':15} threads     MB/s   wall s    CPU s peak MB runs")
-            for row in self.rows:
-                cells = (format(row[name], form) for name, form in columns.items())
-                print(f"{row['job']:6} {row['text']:26} {row['library']:15} {row['threads']:7}", *cells)
-            checks = {name: "equal" if equal else "NOT EQUAL" for name, equal in self.checks.items()}
-            figures = checks | ratios
-            for group, values in self.extra.items():
-                figures |= {f"{group} {name}": value for name, value in values.items()}
-            for name, value in (figures | machine).items():
-                print(f"{name:45} {value}")
-            print(*notes, sep="\n")
-        result = {"ratios": ratios, "equal": bool(self.checks) and all(self.checks.values()), "checks": self.checks}
-        print(json.dumps(result | self.extra | {"rows": self.rows, "notes": notes, "machine": machine}))
 
 
 def log(line: str) -> None:
@@ -391,7 +376,7 @@ def main() -> None:
     bench = Bench(options.directory, (options.vocab, options.merges), options.corpus, options.rounds)
     for section in sections:
         getattr(bench, section)()
-    bench.report(with_table=not options.json)
+    print_report(bench.results, with_table=not options.json)
 
 
 if __name__ == "__main__":

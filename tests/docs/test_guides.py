@@ -61,6 +61,7 @@ def commands() -> list[str]:
     return [line.split("&&")[-1].split("  #")[0].partition(" > ")[0].strip() for line in lines if "textmill " in line]
 
 
+@pytest.mark.slow
 def test_the_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     yaml = code_blocks(ROOT / "docs" / "own-text.md", "yaml")[0]

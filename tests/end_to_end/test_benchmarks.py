@@ -46,7 +46,8 @@ def test_the_tokenizer_benchmark_compares_results(
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.chdir(Path(__file__).parents[2])
     vocabulary = ["--vocab", str(shared_data / "gpt2_vocab.json"), "--merges", str(shared_data / "gpt2_merges.txt")]
-    options = ["--only", "encode,count", "--rounds", "1", "--directory", str(tmp_path / "work"), "--json"]
+    monkeypatch.setattr(tokenizer, "CORPORA", {"stories": lambda: [corpus.read_bytes()]})
+    options = ["--only", "encode,warm,count", "--rounds", "1", "--directory", str(tmp_path / "work"), "--json"]
     monkeypatch.setattr(sys, "argv", ["benchmarks.tokenizer", "--corpus", str(corpus), *vocabulary, *options])
     tokenizer.main()
     result = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -72,6 +72,7 @@ def output(root: Path, record: dict[str, Any], stage: str) -> Output:
     return read_output(RunContext(str(root), "").store, Ref(stage, record["stages"][stage]["key"]))
 
 
+@pytest.mark.slow
 def test_each_method_adapts_the_model_before_it(root: Path, config: PosttrainConfig) -> None:
     record = posttrain(config, str(root))
     models = {}

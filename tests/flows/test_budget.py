@@ -59,6 +59,7 @@ def test_a_run_has_the_model_of_its_budget(text: list[str], tmp_path: Path, caps
     assert "budget: cached" in shown and "train: cached" in shown and "Running" not in shown
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("prefect_server")
 def test_a_choice_for_a_time_is_kept(
     text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

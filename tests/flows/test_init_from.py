@@ -110,6 +110,7 @@ def test_a_run_continues_at_the_loss_of_its_start(root: Path, text: Path) -> Non
     assert resolved.load("cpu")[1].size == 300
 
 
+@pytest.mark.slow
 def test_a_directory_is_imported_and_its_content_is_in_the_key(root: Path, text: Path, tmp_path: Path) -> None:
     directory = write_directory(tmp_path / "theirs", qkv_bias=True)
     config = make_config(text, init_from=str(directory), **STILL)

@@ -37,6 +37,7 @@ def parameters(output: Output) -> list[str]:
     return sorted(output.manifest["ingredients"]["parameters"])
 
 
+@pytest.mark.slow
 def test_sources_share_no_group_and_no_shard_and_each_has_a_loss(run: Runner, config: PipelineConfig) -> None:
     config = mixed(config, tales=3.0, notes=1.0)
     assert run(config) == STAGES

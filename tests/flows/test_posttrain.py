@@ -95,6 +95,7 @@ def made(record: dict[str, Any]) -> list[str]:
     return [name for name, stage in record["stages"].items() if stage["state"] == "made"]
 
 
+@pytest.mark.slow
 def test_all_stages_run_once_and_each_page_shows_its_curves(
     trained_root: Path, config: PosttrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +183,7 @@ def test_ppo_learns_from_a_reward_model(
     assert rows["reward_model"].startswith("runs: ") and rows["ppo"] == "runs if the content of reward_model changes"
 
 
+@pytest.mark.slow
 def test_distillation_learns_from_a_run_or_a_directory(
     trained_root: Path, tmp_path: Path, config: PosttrainConfig
 ) -> None:
@@ -237,6 +239,7 @@ def test_a_teacher_with_other_tokens_is_refused_before_the_dialogs_are_read(
         posttrain(replace(config, distill=replace(config.distill, teacher="unknown")), str(trained_root))
 
 
+@pytest.mark.slow
 def test_mistakes_are_named(
     trained_root: Path, tmp_path: Path, config: PosttrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

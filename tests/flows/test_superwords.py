@@ -14,6 +14,7 @@ from tests.helpers.pipelines import STAGES, Runner
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
 
+@pytest.mark.slow
 def test_a_run_with_superwords(run: Runner, config: PipelineConfig) -> None:
     config = replace(config, tokenizer=TokenizerConfig(vocab_size=400, superwords=100))
     assert run(config) == STAGES

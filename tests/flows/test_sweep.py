@@ -79,6 +79,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, prefect_server: None) -> 
     return root, sweep(GRID, str(root))
 
 
+@pytest.mark.slow
 def test_the_table_has_all_points_and_how_far_a_diverged_one_got(finished: tuple[Path, dict[str, Any]]) -> None:
     rows = table(*finished)
     assert [row["state"] for row in rows] == ["finished", "finished", "diverged", "diverged"]
@@ -188,6 +189,7 @@ def test_texts_and_tokenizers_may_vary(tmp_path: Path) -> None:
     assert int(rows[0]["parameters"]) == parameter_count(model)["total"]
 
 
+@pytest.mark.slow
 def test_what_is_filtered_may_vary(tmp_path: Path) -> None:
     axes = [
         Axis(cases=[{"text": "all"}, {"text": "long", "filter.rules": {**dict.fromkeys(RULES), "min_characters": 300}}])

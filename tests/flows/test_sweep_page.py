@@ -44,6 +44,7 @@ def draw_page(config: SweepConfig, folder: Path) -> str:
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(SweepConfig.PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_sweep_that_ships_has_table_and_page(path: Path, tmp_path: Path) -> None:
     draw_page(load_sweep(path.stem, "demo"), tmp_path)

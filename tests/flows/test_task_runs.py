@@ -150,6 +150,7 @@ def test_a_task_on_a_worker_works_on_several_groups_at_a_time(config: PipelineCo
             make_outputs(letters, calls, worker, "letters", letters.code_ingredients() | {"code": 99})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "is_retried"),
     [

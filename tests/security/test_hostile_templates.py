@@ -38,6 +38,7 @@ REACHING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ENDLESS, ids=range(len(ENDLESS)))
 def test_an_endless_template_ends(source: str) -> None:
     """By its process's limit of CPU time, not by a clock: the machine may be busy."""

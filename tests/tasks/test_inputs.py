@@ -161,6 +161,7 @@ def delete(path: str) -> None:
     fs.rm_file(place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [flip, truncate, delete])
 @pytest.mark.parametrize("file", ["source", "copied text", "chunks"])
 @pytest.mark.parametrize("is_remote", [False, True], ids=["local", "s3"])

@@ -131,6 +131,7 @@ def test_an_error_after_a_signal_counts_as_stopped() -> None:
     assert isinstance(raised.value.__cause__, ValueError)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("prefect_server")
 def test_the_sigterm_handler_is_reinstalled_in_a_flow() -> None:
     def body() -> None:
@@ -336,6 +337,7 @@ call = lambda: hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000_000)
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("kernel", _KERNELS)
 def test_a_signal_ends_a_process_whose_main_thread_is_inside_a_kernel(kernel: str, number: int) -> None:

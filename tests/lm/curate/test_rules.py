@@ -87,6 +87,7 @@ def configs(draw: st.DrawFn) -> RulesConfig:
     return RulesConfig(**config)
 
 
+@pytest.mark.slow
 @given(st.lists(documents, max_size=4), configs())
 def test_decisions_equal_the_reference(texts: list[str], config: RulesConfig) -> None:
     assert failed_rules(texts, config) == [decide(text, config) for text in texts]

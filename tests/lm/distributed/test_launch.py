@@ -135,6 +135,7 @@ def test_processes_meet_through_a_temporary_file(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ends", "error", "message"),
     [

@@ -25,6 +25,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_processes_have_the_weights_of_one(directory: Path, kind: str) -> None:
     torch.manual_seed(0)  # rank 0's initial weights

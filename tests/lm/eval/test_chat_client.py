@@ -170,6 +170,7 @@ def test_an_answer_that_cannot_be_read_is_not_paid_for_again(body: bytes) -> Non
     assert endpoint.prompts == ["a", "bad", "b"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reply", "requests", "message"),
     [

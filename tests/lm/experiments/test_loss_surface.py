@@ -63,6 +63,7 @@ def test_the_best_size_of_a_budget_has_the_lowest_loss(alpha: float, beta: float
     assert losses[0] == min(losses)
 
 
+@pytest.mark.slow
 def test_the_interval_covers_the_truth() -> None:
     target = 10 * BUDGETS[-1]
     truth, covered = best(target, 1.69)[0], 0

@@ -24,6 +24,7 @@ _VARIANTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_prepared", [False, True])
 @pytest.mark.parametrize("variant", _VARIANTS, ids=str)
 def test_greedy_texts_equal_those_without_a_cache(

@@ -107,6 +107,7 @@ def test_invalid_utf8_raises_an_error_with_its_offset(
     assert overlapping.encode("one two") == overlapping.encode_reference("one two", OVERLAPPING_SPECIALS)  # still works
 
 
+@pytest.mark.slow
 def test_windows_that_end_beside_a_special_token() -> None:
     """No pretoken is certain at the end of such a window. Runs in a process, because a bug would loop forever."""
     code = """

@@ -41,6 +41,7 @@ def write_adapter_job(directory: Path, method: str, adapter: AdapterConfig = ADA
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", SETTINGS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "nf4"])
 def test_checkpoints_hold_the_adapter_alone(tmp_path: Path, method: str, dtype: Any) -> None:
@@ -108,6 +109,7 @@ class _Interrupted(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", SETTINGS)
 def test_an_interrupted_training_ends_with_the_same_bytes(tmp_path: Path, method: str) -> None:
     whole, job = (write_adapter_job(tmp_path / name, method) for name in ("a", "b"))

@@ -97,6 +97,7 @@ def test_any_tables_split_text_as_a_text_with_characters_of_these_classes(text: 
     assert list(pretokenize_by_tables(text, PATTERNS[name], other_tables())) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*PATTERNS])
 def test_a_tokenizer_splits_by_its_own_tables(name: str) -> None:
     """The ids are pretokens here: merges join all that is one pretoken."""

@@ -84,6 +84,7 @@ def test_the_encoder_equals_the_naive_one_for_any_merges(text: str, pattern: str
         assert np.concatenate(pieces).tolist() == expected
 
 
+@pytest.mark.slow
 @examples(200)
 @given(texts, patterns, st.integers(1, 2), st.sampled_from([1 << 22, 60, 20, 10]))
 def test_training_equals_the_naive_one(text: str, pattern: str, threads: int, share: int) -> None:

@@ -14,22 +14,17 @@ from lm.train.training_memory import TrainingMemory, largest_micro_batch, predic
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training_memory import Case, measure_peak
 
-CASES: list[dict[str, Any]] = [
-    {},
+QUICK_CASES: list[dict[str, Any]] = [{}, {"adapter": {"rank": 8}}]
+SLOW_CASES: list[dict[str, Any]] = [
     {"is_bfloat16": True},
     {"has_checkpointing": True, "average_tail": 0.1},
     {"vocab_size": 4096, "sequences": 4, "optimizer": "muon"},
     {"model": {"tied_embeddings": True}, "vocab_size": 2000, "sequences": 2},
     {"model": {"moe": {"num_experts": 8}}, "sequences": 16},
-]
-ADAPTER_CASES: list[dict[str, Any]] = [
-    {"adapter": {"rank": 8}},
     {"adapter": {"rank": 64, "dtype": "nf4"}, "has_checkpointing": True, "model": {"num_layers": 12}},
     {"adapter": {"rank": 16, "dtype": "bfloat16"}, "sequences": 2, "model": {"d_model": 256, "d_ff": 704}},
     {"adapter": {"rank": 4, "dropout": 0.1, "dtype": "nf4"}, "is_bfloat16": True},
     {"adapter": {"rank": 4, "targets": ["q_proj", "v_proj"], "dropout": 0.1}, "sequences": 16},
-]
-SLOW_CASES: list[dict[str, Any]] = [
     {"gradient_accumulation_steps": 2},
     {"vocab_size": 4096, "sequences": 1},
     {"model": {"num_layers": 12}, "vocab_size": 300, "sequences": 2},
@@ -63,7 +58,7 @@ SLOW_CASES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    "fields", [*CASES, *ADAPTER_CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)], ids=str
+    "fields", [*QUICK_CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)], ids=str
 )
 def test_the_peak_of_one_process(fields: dict[str, Any]) -> None:
     case = Case(**fields)

@@ -241,6 +241,7 @@ def test_an_interrupt_in_the_error_of_a_library_counts_as_stopped(
     assert capfd.readouterr().err == "textmill: stopped.\n", "an export keeps nothing"
 
 
+@pytest.mark.slow
 def test_every_preset_is_valid() -> None:
     for path in PipelineConfig.PRESETS.glob("*.yaml"):
         parser = build_parser(path.stem)
@@ -288,6 +289,7 @@ def check_card(card: str, root: Path) -> None:
     assert str(root.parent) not in card
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("prefect_server")
 def test_run_plan_sample(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     root = tiny.parent / "root"

@@ -44,6 +44,7 @@ def options_of(command: str) -> Iterator[Any]:
             yield action
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", sorted(commands()))
 def test_every_option_with_a_bad_value_is_explained_in_one_line(command: str) -> None:
     for action in options_of(command):

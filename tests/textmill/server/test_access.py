@@ -137,6 +137,7 @@ def test_the_command_is_private_on_a_loopback_address_without_a_key(monkeypatch:
     assert found == [True, True, False, False]
 
 
+@pytest.mark.slow
 def test_clients_are_told_no_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The identity of a model is the same as long as its files are."""
     for name in ("one", "two"):

@@ -123,6 +123,7 @@ def test_models_are_listed(client: TestClient) -> None:
         assert "this is 'base' with the adapters first, second" in error["message"]
 
 
+@pytest.mark.slow
 def test_an_int8_base(files: Path) -> None:
     options = ["--model", str(files / "base"), "--quantize", "int8"]
     with open_client(*options, "--adapters", f"first={files / 'first'}") as client:

@@ -139,6 +139,7 @@ def test_a_model_that_fails_is_no_answer(problem: str, monkeypatch: pytest.Monke
         assert post(client, input="a").status_code == 500, "the scheduler still runs"
 
 
+@pytest.mark.slow
 def test_openais_client_gets_embeddings(pooling: Any) -> None:
     openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
     with serve_app(build_app(MODEL, TOKENIZER, "tiny", 2, pooling=pooling)) as url:

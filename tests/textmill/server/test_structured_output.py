@@ -56,6 +56,7 @@ def answer(server: RunningServer, fields: dict[str, Any], **options: Any) -> tup
     return choice["message"]["content"], choice["finish_reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", JSON_FIELDS, ids=lambda fields: next(iter(fields)))
 def test_the_answer_is_valid_json(constrained_server: RunningServer, fields: dict[str, Any]) -> None:
     texts = []

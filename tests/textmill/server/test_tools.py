@@ -146,6 +146,7 @@ def test_reasoning_is_split_off(family: str, begins: bool) -> None:
     assert cut["message"]["content"] == "" and cut["finish_reason"] == "length"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ANSWERS)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_demanded_call_is_valid(family: str, choice: Any) -> None:

@@ -33,6 +33,7 @@ def write(path: Path, tokenizer: Tokenizer) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["gpt2", "llama3", "llama3, whole tokens", "qwen2", "deepseek"])
 def test_an_exported_tokenizer_comes_back(tmp_path: Path, pattern: str) -> None:
     parts = make_tokenizer(pattern.partition(",")[0], [END_OF_TEXT]).parts

@@ -54,6 +54,7 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
     assert (found.double() - expected).norm() <= tolerance * expected.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 @pytest.mark.parametrize("split_elements", [32, 1 << 12])
 def test_a_step_equals_the_plain_one(

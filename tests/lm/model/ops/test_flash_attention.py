@@ -83,6 +83,7 @@ def block_sizes(queries: int, keys: int) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("is_causal", [False, True])
 @examples(20)
@@ -179,6 +180,7 @@ def test_torch_form_computes_in_float32_under_autocast() -> None:
         assert_equals_reference(FlashAttentionTorch, *inputs, is_causal=True)
 
 
+@pytest.mark.slow
 def test_memory_of_the_torch_form_grows_with_the_length() -> None:
     """A doubled length doubles the peak; the reference, which has T × T scores, needs four times as much."""
 

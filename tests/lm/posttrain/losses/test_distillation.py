@@ -48,6 +48,7 @@ def test_divergence_is_its_definition(seed: int, vocab_size: int, beta: float, t
     assert in_float32.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 1 << 30), BETAS, TEMPERATURES)
 def test_divergence_and_gradient_are_those_of_trl(seed: int, beta: float, temperature: float) -> None:
     gkd = pytest.importorskip("trl.experimental.gkd", reason="trl is not installed")
