@@ -17,6 +17,7 @@ from lm.common.errors import UserError, did_you_mean
 from lm.hardware.device import explain_out_of_memory
 from lm.model.adapter import adapted_layers, trained_state
 from lm.model.config import ModelConfig
+from lm.model.initialization import LateWeights
 from lm.model.rope import RotaryEmbedding
 from lm.model.transformer import TransformerLM
 from lm.optim.optimizer import Optimizer
@@ -138,6 +139,24 @@ def load_weights(model: nn.Module, weights: Any, name: str, assign: bool = False
     Of a model with an adapter, ``weights`` are those of :func:`lm.model.adapter.trained_state`. Raises UserError with
     ``name`` and the first missing, unknown or misfitting parameter, before anything is loaded.
     """
+    _check_fit(model, weights, name)
+    model.load_state_dict(weights, assign=assign, strict=not adapted_layers(model))
+
+
+def load_weights_later(model: nn.Module, weights: dict[str, Tensor], late: LateWeights, name: str) -> None:
+    """Load the state dict ``weights`` into ``model``: of the matrices that are ``late`` when they get memory.
+
+    Raises UserError as :func:`load_weights` does, and if a weight is not finite.
+    """
+    _check_fit(model, weights, name)
+    check_weights_are_finite(weights, name)
+    for key, tensor in model.state_dict().items():
+        if tensor.untyped_storage().nbytes():
+            tensor.copy_(weights[key])
+    late.replace({p: weights[key] for key, p in model.named_parameters()})
+
+
+def _check_fit(model: nn.Module, weights: Any, name: str) -> None:
     if not is_state_dict(weights):
         raise UserError(f"{name} is not a dict of plain tensors by parameter name; save it again as a state dict.")
     expected = trained_state(model)
@@ -153,7 +172,6 @@ def load_weights(model: nn.Module, weights: Any, name: str, assign: bool = False
             raise UserError(f"{name} does not fit the model: {key} is {weights[key].dtype}, not {tensor.dtype}.")
     if unknown := weights.keys() - expected.keys():
         raise UserError(f"{name} has {min(unknown)}, but the model config does not know it.")
-    model.load_state_dict(weights, assign=assign, strict=not adapted_layers(model))
 
 
 def create_empty_model(config: ModelConfig, num_tensors: int, name: str) -> TransformerLM:

@@ -24,6 +24,7 @@ from lm.distributed.zero import ShardedOptimizer
 from lm.hardware.device import is_out_of_memory
 from lm.model.adapter import copy_layers
 from lm.model.attention import AttentionFunction
+from lm.model.initialization import LateWeights
 from lm.model.ops.causal_attention import causal_attention, choose_attention
 from lm.model.rope import RotaryEmbedding
 from lm.model.transformer import TransformerLM
@@ -42,15 +43,19 @@ def parallelize(
     kind: ParallelKind,
     whole: Collection[nn.Parameter] = (),
     autocast_dtype: torch.dtype | None = None,
+    late: LateWeights | None = None,
 ) -> "Parallel":
     """Prepare ``model`` for training as ``execution`` says, in place, and share it among the ranks.
 
-    ``autocast_dtype``: the model is called under autocast with this dtype alone.
+    ``autocast_dtype``: the model is called under autocast with this dtype alone. ``late``: its matrices that have no
+    memory yet.
 
     In order: tensor parallelism as the process group has it, the attention backend, activation checkpointing by block,
     then ``kind`` of data parallelism; see :class:`Parallel`, which also compiles. Make the optimizers with its method.
     Raises UserError if the attention backend is not installed, or if tensor parallelism cannot divide the model.
     """
+    if late and kind not in ("zero2", "fsdp"):
+        late.draw()
     mesh = get_tensor_mesh()
     ranks = 1 if mesh is None else mesh.size()
     if execution.tensor_parallel != ranks:
@@ -66,7 +71,7 @@ def parallelize(
     if execution.activation_checkpointing or attention_function is not causal_attention:
         for layer in model.layers:
             layer.forward = BlockForward(layer.forward, attention_function, execution.activation_checkpointing)
-    return Parallel(model, kind, whole, autocast_dtype)
+    return Parallel(model, kind, whole, autocast_dtype, late or ())
 
 
 class Parallel:
@@ -87,6 +92,7 @@ class Parallel:
         kind: ParallelKind,
         whole: Collection[nn.Parameter] = (),
         autocast_dtype: torch.dtype | None = None,
+        late: Iterable[nn.Parameter] = (),
     ) -> None:
         self.model, self.kind, self.is_compiled = model, kind, False
         is_divided = get_tensor_mesh() is not None
@@ -106,6 +112,7 @@ class Parallel:
                 whole=whole,
                 uncast=uncast,
                 is_resharded_after_forward=kind == "fsdp",
+                late=late,
             )
         self._bounds = self.wrapper.bounds if isinstance(self.wrapper, FSDP) else {}
 

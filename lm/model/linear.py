@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
+from lm.model.initialization import truncated_normal_
 from lm.model.ops.cross_entropy import linear_cross_entropy
 from lm.model.ops.matmul import linear
 
@@ -134,8 +135,3 @@ class BuffersKeepDtype(nn.Module):
             if original is not None and applied is not None and applied.dtype != original.dtype:
                 self._buffers[name] = original.to(applied.device)
         return self
-
-
-def truncated_normal_(weight: Tensor, std: float) -> None:
-    """Fill ``weight`` in place from N(0, std²) truncated at ±3 std."""
-    nn.init.trunc_normal_(weight, mean=0.0, std=std, a=-3 * std, b=3 * std)

@@ -16,7 +16,8 @@ from torch.types import Device
 from lm.common.errors import UserError
 from lm.model.config import ModelConfig, MoEConfig
 from lm.model.feed_forward import make_feed_forward
-from lm.model.linear import BuffersKeepDtype, Linear, Role, truncated_normal_
+from lm.model.initialization import truncated_normal_
+from lm.model.linear import BuffersKeepDtype, Linear, Role
 from lm.model.ops.experts import Activation, ExpertWeights, mix_experts
 from lm.model.ops.matmul import linear
 

@@ -17,7 +17,8 @@ from lm.common.errors import UserError
 from lm.model.attention import AttentionFunction, MultiHeadSelfAttention
 from lm.model.config import ModelConfig
 from lm.model.feed_forward import make_feed_forward
-from lm.model.linear import Embedding, Head, Role, ScalarHead, TiedEmbedding, truncated_normal_
+from lm.model.initialization import truncated_normal_
+from lm.model.linear import Embedding, Head, Role, ScalarHead, TiedEmbedding
 from lm.model.moe import MoE
 from lm.model.norm import make_norm
 from lm.model.ops.causal_attention import causal_attention
@@ -131,7 +132,7 @@ class TransformerLM(nn.Module):
         if config.zero_init_residual:
             for name, weight in self.layers.named_parameters():
                 if name.endswith((".output_proj.weight", ".w2.weight", ".experts.w2")):
-                    nn.init.zeros_(weight)
+                    truncated_normal_(weight, 0.0)
 
     def add_scalar_head(self, std: float = 0.0) -> None:
         """Add a head that reads a number from each hidden state, on the model's device; see :class:`ScalarHead`."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lm.checkpoint.safe_load import load_weights
+from lm.checkpoint.safe_load import load_weights_later
 from lm.checkpoint.training_checkpoint import load_model
 from lm.common.errors import UserError
 from lm.common.execution import Execution
@@ -25,6 +25,7 @@ from lm.inference.completion import Completion, complete
 from lm.inference.config import SampleConfig
 from lm.model.config import AdapterConfig, ModelConfig
 from lm.model.functional import IGNORE_INDEX
+from lm.model.initialization import draw_later
 from lm.model.transformer import TransformerLM
 from lm.tokenizer.tokenizer import Tokenizer
 from lm.train.config import TrainConfig
@@ -200,14 +201,16 @@ def make_trainer(
     check_memory(execution, config, model_config, device, adapter=adapter)
     objective = Pretraining(config, model_config, data, device)
     torch.manual_seed(config.seed)
+    base, late = None, None
     if start is not None and adapter.is_on:
         model = load_start(start, device, adapter, model_config)
         base = FrozenBase.adapt(model, start, adapter, config.max_lr)
     else:
-        model, base = TransformerLM(model_config, device=device), None
+        with draw_later() as late:
+            model = TransformerLM(model_config, device=device)
         if start is not None:
-            load_weights(model, load_model(start, device).state_dict(), str(start))
-    trainer = Trainer(config, model, objective, execution, out, base)
+            load_weights_later(model, load_model(start, is_mapped=True).state_dict(), late, str(start))
+    trainer = Trainer(config, model, objective, execution, out, base, late)
     if base and trainer.balance:
         trainer.balance.freeze_biases()
     return trainer

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -67,11 +68,12 @@ class SkippedSteps:
         self._bad_norm = torch.where(found_inf, grad_norm, self._bad_norm)
         return found_inf
 
-    def read(self, step: int, out: Path) -> None:
+    def read(self, step: int, out: Path, finish_checkpoints: Callable[[], None]) -> None:
         """Read the counts after ``step``, and log newly skipped steps.
 
-        Raises DivergedError after too many in a row; its message names the newest checkpoint in ``out``. A file
-        ``diverged.json`` there then has the step and the reason.
+        Raises DivergedError after too many in a row; its message names the newest checkpoint in ``out``, after
+        ``finish_checkpoints`` has waited for one that is being written. A file ``diverged.json`` there then has the
+        step and the reason.
         """
         before = self.skipped
         counts = torch.stack([self._skipped, self._consecutive, self._most_consecutive])
@@ -84,6 +86,7 @@ class SkippedSteps:
         if most_consecutive < 5:
             log.warning("Step %s: %s; steps skipped: %d.", f"{step:,}", reason, self.skipped - before)
             return
+        finish_checkpoints()
         newest = newest_checkpoint(out)
         if get_rank() == 0:
             with translate_write_errors(out):

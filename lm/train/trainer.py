@@ -36,6 +36,7 @@ from lm.hardware.device import choose_precision, explain_out_of_memory
 from lm.hardware.memory import keep_freed_memory, return_freed_memory
 from lm.hardware.peak_flops import peak_flops
 from lm.model.flops import flops_per_token
+from lm.model.initialization import LateWeights
 from lm.model.transformer import TransformerLM
 from lm.optim.weight_average import WeightAverage
 from lm.train.checkpoint_writer import CheckpointWriter
@@ -65,8 +66,8 @@ class Trainer:
     """One training of ``model``, which may be resumed.
 
     The directory ``out`` receives ``metrics.jsonl``, ``samples.jsonl``, ``loss.png``, ``step-NNNNNNN/`` checkpoints
-    and, at the end, ``training.json``, which names the best and the last checkpoint. If ``model`` has an adapter,
-    ``base`` is what it adapts. Raises UserError if the batch cannot be divided among ranks and micro-batches.
+    and, at the end, ``training.json``, which names the best and the last checkpoint. ``base`` is what an adapter of
+    ``model`` adapts; ``late`` are its undrawn matrices. Raises UserError if the batch cannot be divided evenly.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Trainer:
         execution: Execution,
         out: Path,
         base: FrozenBase | None = None,
+        late: LateWeights | None = None,
     ) -> None:
         self.rank, self.world_size, self.data_world_size = get_rank(), get_world_size(), get_data_world_size()
         if config.batch_size % (config.gradient_accumulation_steps * self.data_world_size):
@@ -86,15 +88,15 @@ class Trainer:
             )
         torch.set_num_threads(max(1, (execution.threads or available_cpus()) // get_local_world_size()))
         self.device = next(model.parameters()).device
-        if self.device.type == "cpu":
-            saves_memory = base is not None and base.adapter.dtype != "float32"
-            (return_freed_memory if saves_memory else keep_freed_memory)()
-        precision = broadcast_from_rank0(choose_precision(config.precision, self.device))
-        self.config = config = replace(config, precision=precision)
+        precision = choose_precision(config.precision, self.device)
+        self.config = config = replace(config, precision=broadcast_from_rank0(precision))
         self.model, self.objective, self.execution, self.out, self.base = model, objective, execution, out, base
         kind = choose_parallel(execution, config, model.config, self.device, base.adapter if base else None)
-        autocast_dtype = None if base or precision != "bfloat16" else torch.bfloat16  # an adapter has dtypes of its own
-        self.parallel = parallelize(model, execution, kind, whole_parameters(model, config), autocast_dtype)
+        if self.device.type == "cpu":
+            saves_memory = kind in ("zero2", "fsdp") or (base is not None and base.adapter.dtype != "float32")
+            (return_freed_memory if saves_memory else keep_freed_memory)()
+        autocast_dtype = None if base or config.precision != "bfloat16" else torch.bfloat16  # an adapter has its own
+        self.parallel = parallelize(model, execution, kind, whole_parameters(model, config), autocast_dtype, late)
         self.optimizers = make_optimizers(model, config, self.parallel)
         self.average = make_average(model, config)
         self.saved_optimizers = [*self.optimizers, *([self.average] if self.average else [])]
@@ -118,8 +120,7 @@ class Trainer:
         self.progress = ScheduleProgress(config, execution, curve_points)
         # On a GPU the host would wait; the optimizers skip a step on the device instead.
         self.reads_each_step = self.device.type != "cuda"
-        # Off-schedule checkpoint saved on interrupt; the next save deletes it.
-        self.off_schedule_checkpoint: Path | None = None
+        self.off_schedule_checkpoint: Path | None = None  # saved on interrupt; the next save deletes it
         self.tracker: Tracker | None = None  # of rank 0, during run()
         self.is_contention_logged = False
         out.mkdir(parents=True, exist_ok=True)
@@ -172,8 +173,7 @@ class Trainer:
         self.evaluations_without_improvement = description["evaluations_without_improvement"]
         self.progress.seconds = description.get("seconds", 0.0)
         self.skipping = SkippedSteps.from_description(self.device, description)
-        is_by_steps = not self.config.max_seconds
-        if is_by_steps and self.step % self.config.checkpoint_interval and best_step != self.step:
+        if not self.config.max_seconds and self.step % self.config.checkpoint_interval and best_step != self.step:
             self.off_schedule_checkpoint = self.out / name
         log.info("Training resumes at step %s from %s/%s.", f"{self.step:,}", previous.resolve().name, name)
         return True
@@ -190,8 +190,8 @@ class Trainer:
             for name in ROW_FILES if self.step == 0 else ():  # an attempt without a checkpoint may have left rows
                 (self.out / name).unlink(missing_ok=True)
             self.tracker = Tracker(self.out, self.execution.trackers, self._settings(), self.step)
-        tokens, flops = self.objective.tokens_per_step, self.flops_per_step
-        timer = StepTimer(self.step, tokens, flops, peak and peak * self.world_size)
+        rates = self.objective.tokens_per_step, self.flops_per_step, peak and peak * self.world_size
+        timer = StepTimer(self.step, *rates)
         tracking = closing(self.tracker) if self.tracker else nullcontext()
         with tracking, self.explain_out_of_memory(), self.writer, self.loading() as load_micro_batches:
             while not self._is_finished():
@@ -207,7 +207,7 @@ class Trainer:
                     self.average.step()
                 due = self.progress.find_due(self.step, earlier)
                 if self.reads_each_step or due or is_stopping:
-                    self.skipping.read(self.step, self.out)  # waits for the device
+                    self.skipping.read(self.step, self.out, self.writer.wait)  # waits for the device
                 row: dict[str, Any] = {"step": self.step, "lr": lr}
                 if self.skipping.consecutive:  # a skipped step has no figures
                     due = due & {"evaluate"} if self.progress.is_over(self.step) else set()
@@ -266,12 +266,12 @@ class Trainer:
 
     def _is_finished(self) -> bool:
         patience = self.config.patience
-        is_patience_over = patience is not None and self.evaluations_without_improvement >= patience
-        return is_patience_over or self.progress.is_over(self.step)
+        is_impatient = patience is not None and self.evaluations_without_improvement >= patience
+        return is_impatient or self.progress.is_over(self.step)
 
     def _settings(self) -> dict[str, dict[str, Any]]:
-        adapter = self.base.description if self.base else {}
-        return {"train": asdict(self.config), "model": asdict(self.model.config), **adapter}
+        description = self.base.description if self.base else {}
+        return {"train": asdict(self.config), "model": asdict(self.model.config), **description}
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], lr: float, stop_event: threading.Event | None = None
@@ -323,10 +323,8 @@ class Trainer:
         with torch.no_grad(), self._autocast():
             metrics = self.objective.evaluate(self.model, is_final)
         if metrics and is_logged:
-            whole = {
-                name: value for name, value in metrics.items() if "/" not in name
-            }  # those of sources fill the line
-            figures = (f"{name.replace('_', ' ')} {value:.4f}" for name, value in whole.items())
+            whole = [(name, value) for name, value in metrics.items() if "/" not in name]  # not those of sources
+            figures = (f"{name.replace('_', ' ')} {value:.4f}" for name, value in whole)
             log.info("%s  %s", "end of training" if is_final else f"step {self.step:,}", "  ".join(figures))
         return metrics
 
@@ -336,6 +334,8 @@ class Trainer:
             self.evaluations_without_improvement += 1
             if self._is_best(metrics):
                 self.best, self.evaluations_without_improvement = {"step": self.step, **metrics}, 0
+        if not self.config.sample_tokens or not self.config.sample_prompts:  # no rank needs a whole model
+            return metrics
         model = self.parallel.full_model()
         if self.tracker:
             for sample in self.objective.sample(model):

@@ -15,14 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lm.checkpoint.training_checkpoint import ROW_FILES
+from lm.checkpoint.training_checkpoint import ROW_FILES, save_training
 from lm.common.errors import UserError
+from lm.common.execution import Execution
 from lm.distributed import FSDP
 from lm.model.transformer import TransformerLM
+from lm.train.pretraining import make_trainer
 from lm.train.trainer import Trainer
 from lm.train.training_job import lock_directory
 from tests.helpers.ranks import rank_of_test
-from tests.helpers.training import MODEL, small_trainer
+from tests.helpers.training import MODEL, small_data, small_trainer, train_config
 
 _SETTINGS: dict[str, Any] = {
     "steps": 8,
@@ -125,6 +127,28 @@ def average_gradients_of_vectors(directory: Path, rank: int) -> None:
     (directory / f"{rank}.done").touch()
 
 
+def start_with_the_weights_of_one_process(directory: Path, rank: int) -> None:
+    """The initial weights of a divided training are those of a model that is drawn at once, or of a checkpoint."""
+    config, data = replace(MODEL, zero_init_residual=True), small_data()
+    torch.manual_seed(7)
+    saved = TransformerLM(config)
+    if not rank:
+        save_training(directory / "start", saved, [], 0, {})
+    dist.barrier()
+    train, execution = train_config(**_SETTINGS), Execution(threads=1, device="cpu", compile=False)
+    torch.manual_seed(train.seed)
+    drawn = TransformerLM(config)
+    for kind, (start, model) in product(("ddp", "zero2", "fsdp"), ((None, drawn), (directory / "start", saved))):
+        with patch("lm.train.trainer.choose_parallel", lambda *_, kind=kind: kind):
+            trainer = make_trainer(train, config, data, execution, directory / "out", start=start)
+        expected = dict(model.named_parameters())
+        for name, weight in trainer.parallel.iterate_full_weights():
+            assert torch.equal(weight, expected[name]), f"{name} of {kind} from {start}"
+        held = sum(p.untyped_storage().nbytes() for p in trainer.model.parameters())
+        assert kind == "ddp" or held < 0.6 * sum(p.nbytes for p in expected.values())
+    (directory / f"{rank}.done").touch()
+
+
 def refuse_a_locked_directory(directory: Path, rank: int) -> None:
     """All ranks raise, and the first training keeps its lock."""
     with lock_directory(directory / "out"):
@@ -140,7 +164,7 @@ def refuse_a_locked_directory(directory: Path, rank: int) -> None:
 
 def let_rank0_work_alone(directory: Path, rank: int) -> None:
     """Rank 0 saves once and samples once for longer than the timeout of collectives."""
-    trainer = small_trainer(directory / "out", **_SETTINGS)
+    trainer = small_trainer(directory / "out", **_SETTINGS | {"sample_prompts": ["a"]})
     save, sample = trainer.save, trainer.objective.sample
     waits: list[str] = []
 

@@ -168,8 +168,11 @@ def test_a_failed_backward_pass_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["average_gradients_of_vectors", "resume_with_whole_vectors"])
-def test_vectors_are_whole_on_every_rank(tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize(
+    "case",
+    ["average_gradients_of_vectors", "resume_with_whole_vectors", "start_with_the_weights_of_one_process"],
+)
+def test_two_ranks(tmp_path: Path, case: str) -> None:
     run_ranks("tests.helpers.rank_trainings", tmp_path, case, world_size=2)
     assert len([*tmp_path.glob("*.done")]) == 2
 

@@ -125,7 +125,7 @@ def test_a_row_of_skipped_steps_that_ended_before_a_read_is_noticed(tmp_path: Pa
     for loss in (*[math.nan] * 5, 1.0):
         steps.check(torch.tensor(loss), torch.tensor(1.0))
     with pytest.raises(UserError, match="5 steps in a row were skipped: the training has diverged"):
-        steps.read(6, tmp_path)
+        steps.read(6, tmp_path, lambda: None)
 
 
 def test_diverged_before_any_checkpoint(tmp_path: Path) -> None:
