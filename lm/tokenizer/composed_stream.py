@@ -35,7 +35,7 @@ class TextComposer:
 
     def __init__(self, tokens: Sequence[AddedToken]) -> None:
         self._tokens = [token.content.encode() for token in tokens]
-        self._longest = max(map(len, self._tokens), default=0)
+        self._longest = max(map(len, self._tokens), default=1)
 
     @cached_property
     def _find_token(self) -> Callable[[bytes], Iterable[re.Match[bytes]]]:
@@ -56,6 +56,8 @@ class TextComposer:
             if pending and (is_open or is_last or data[:1] >= b"\x80"):
                 data = pending + data
             elif pending:  # the usual case: no copy of the block
+                if is_shifted:
+                    _decode(pending, offset)
                 yield pending
                 offset, before = offset + len(pending), (before + pending)[-self._longest :]
             if len(data) < min_length and not is_last:

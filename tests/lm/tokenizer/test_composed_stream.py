@@ -88,6 +88,9 @@ def test_a_wrong_byte_is_named_by_its_place_in_the_text() -> None:
             with pytest.raises(InvalidUtf8Error) as caught:
                 list(tokenizer.encode_blocks([data + wrong + b"abc" * 900]))
             assert caught.value.offset == len(data)
+            with pytest.raises(InvalidUtf8Error) as caught:
+                list(tokenizer.encode_blocks([data + wrong, b"abc" * 900]))
+            assert caught.value.offset == len(data)
 
 
 def test_tokens_that_normalization_may_make_or_break_are_refused() -> None:
