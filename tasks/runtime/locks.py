@@ -108,6 +108,14 @@ def lock_root(store: Store, exclusive: bool = False) -> Iterator[None]:
         os.close(descriptor)
 
 
+def may_be_used(store: Store) -> bool:
+    """Return whether a run or gc may use a root now. Only a local root whose file system has locks can say no."""
+    try:
+        return not store.is_local or is_locked(Path(store.path(LOCK_FILE)))
+    except UserError:
+        return True
+
+
 @contextmanager
 def lock_output(path: Path, name: str, stopping: threading.Event) -> Iterator[None]:
     """Hold the lock of an output while it is made; wait for another run that holds it. The lock file is then deleted.

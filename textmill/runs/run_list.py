@@ -10,7 +10,7 @@ from tasks.maintenance.gc import delete, find_garbage
 from tasks.maintenance.scan import Finding, scan
 from tasks.runs.models import RESULT_STAGES
 from tasks.runs.run_record import file_name, find_run, given_name, list_runs, read_run, require_run
-from tasks.runtime.locks import own_root
+from tasks.runtime.locks import may_be_used, own_root
 from tasks.runtime.output import Ref
 from tasks.runtime.schemas import RUN_NAME
 from tasks.runtime.store import Store
@@ -31,7 +31,8 @@ class RunSummary:
     started: str
     """ISO format, UTC; empty if the record does not say."""
     state: str
-    """running, finished, stopped or failed; a killed run stays running."""
+    """running, finished, stopped, failed, or killed: the record says running, but no run uses the root. Below a root in
+    an object store, which has no locks, and beside another run, a killed run stays running."""
     loss: float | None
     """Loss of the run's model on the validation text, in nats per token."""
     bytes: int
@@ -44,6 +45,7 @@ def summarize_runs(store: Store) -> list[RunSummary]:
     result = scan(store)
     for output in result.outputs.values():
         sizes[output.manifest["made"]["run"]] += sum(file["bytes"] for file in output.all_files())
+    is_used = may_be_used(store)
     summaries = []
     for name in reversed(list_runs(store)):
         if (record := read_run(store, name)) is None:
@@ -60,7 +62,7 @@ def summarize_runs(store: Store) -> list[RunSummary]:
                 name,
                 done,
                 record.get("at", ""),
-                record.get("state", ""),
+                "killed" if record.get("state") == "running" and not is_used else record.get("state", ""),
                 losses[0] if losses else None,
                 sizes[name],
             )

@@ -1,5 +1,6 @@
 """``textmill runs``: the list, other names, and deletion of what only one run holds."""
 
+import errno
 import io
 import json
 import sys
@@ -11,6 +12,7 @@ import pytest
 from lm.common.errors import UserError
 from tasks.runs.models import resolve_model
 from tasks.runs.run_record import find_run, read_run
+from tasks.runtime.locks import lock_root
 from tasks.runtime.output import Ref
 from tasks.runtime.run_context import Attempt, RunContext
 from tasks.runtime.stage import stage
@@ -52,6 +54,24 @@ def run(tmp_path: Path) -> Iterator[RunContext]:
     record(run, SECOND, shared, second, cached=("merge",))
     record(run, THIRD, shared, first, cached=("merge", "train"))
     yield run
+
+
+def test_a_run_that_nothing_runs_any_more_was_killed(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    def state() -> str:
+        return next(summary.state for summary in summarize_runs(run.store) if summary.run == FIRST)
+
+    content = read_run(run.store, FIRST)
+    assert content and state() == "finished"
+    run.store.write_json(content | {"state": "running"}, "runs", f"{FIRST}.json")
+    assert state() == "killed"
+    with lock_root(run.store):
+        assert state() == "running"
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert state() == "running"
 
 
 def test_the_list_has_the_newest_run_first(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
