@@ -178,6 +178,7 @@ def custom_tokenizer() -> "Tokenizer":
 @pytest.fixture(scope="session")
 def prefect_server() -> Iterator[None]:
     """A Prefect server with its own database, one a session."""
+    from prefect.events.worker import EventsWorker
     from prefect.testing.utilities import prefect_test_harness
 
     from tests.helpers.prefect_database import place_database
@@ -185,6 +186,8 @@ def prefect_server() -> Iterator[None]:
     home = tempfile.mkdtemp()  # the harness deletes it
     place_database(Path(home, "prefect-test.db"))
     with (
+        # At its end the harness waits for events, and has waited without end: a worker's thread had ended before.
+        patch.object(EventsWorker, "drain_all", partial(EventsWorker.drain_all, timeout=60.0)),
         patch("prefect.testing.utilities.mkdtemp", return_value=home),
         prefect_test_harness(server_startup_timeout=int(240 * TIMEOUT_SCALE)),
     ):
