@@ -30,8 +30,8 @@ class FSDP(nn.Module):
     except those in ``uncast``, and floating-point arguments of :meth:`forward` are cast too. Gradients travel in
     ``reduce_dtype``, that of the gathered weights by default, and those of several micro-batches are added in it. The
     matrices in ``whole`` belong to one rank each, for an optimizer that needs whole matrices. Weights and buffers start
-    as those of rank 0. ``late`` yields parameters that have no memory yet, one after the other, each with its first
-    numbers: no rank holds more than one of them whole.
+    as those of rank 0. ``late`` are parameters without memory: its iterator fills one after the other with its first
+    numbers, and each rank keeps its rows before the next.
 
     All ranks must call the units in the same order. Call :meth:`finish_gradient_synchronization` after the backward
     pass.
@@ -55,8 +55,8 @@ class FSDP(nn.Module):
                 dist.broadcast(tensor.detach(), 0)
         self._is_resharded_after_forward = is_resharded_after_forward
         self._is_synchronizing = True
-        kept = set(module.parameters() if compute_dtype is None else uncast)
-        dtypes = {p: p.dtype if p in kept or compute_dtype is None else compute_dtype for p in module.parameters()}
+        kept = set(uncast)
+        dtypes = {p: p.dtype if compute_dtype is None or p in kept else compute_dtype for p in module.parameters()}
         self._units, self._units_of = make_units(module, set(whole), dtypes, reduce_dtype)
         places = {p: (unit, index) for unit in self._units for index, p in enumerate(unit.initial)}
         for p in late:

@@ -49,8 +49,8 @@ def _code_point(buffer: Bytes, at: Int, end: Int) -> Int:
 
 @kernel
 def find_uncomposed(buffer: Bytes, start: Int, end: Int) -> Int:
-    """Return the position of the first character of ``buffer[start:end]``, UTF-8, that NFC may change or join to the
-    text before it; ``end`` if there is none. Invalid UTF-8 may pass."""
+    """Return where the first character of the UTF-8 in ``buffer[start:end]`` is that NFC may change, or join to the
+    text before it. Return ``end`` if there is none. Invalid UTF-8 is not always found."""
     block = start
     while block + 64 <= end:
         leads = in_range(buffer, block, 0, _FIRST_LEAD, 0xFF)
