@@ -179,27 +179,28 @@ class Parallel:
     def compile_loss(self, loss: Callable[[Any], Tensor], micro_batch: Any) -> Callable[[Any], Tensor]:
         """Compile ``loss(micro_batch)`` and test it with a backward pass. All ranks call this together.
 
-        With FSDP, which works between the blocks, only these are compiled, each by itself. Otherwise one graph has all
-        of the loss, which is faster than the blocks alone.
+        With several processes the modules that have weights are compiled, each by itself: gradients travel while those
+        of earlier blocks are computed, and FSDP works between the modules. It also takes a third of the time to
+        compile, as all blocks are alike. One process compiles one graph with all of the loss.
 
         Return ``loss`` itself, with a warning, if torch.compile does not work on some rank. Raises torch's error if the
         device is out of memory: the training would need the memory without compilation too.
         """
         failures: list[Exception] = []
-        by_block = self.shards_weights
-        layers: list[Any] = list(self.model.layers) if by_block else []
-        # Inside of the checkpointing. Not layer.compile(): it would compile FSDP's hooks too.
-        owners = [layer.forward if isinstance(layer.forward, BlockForward) else layer for layer in layers]
+        by_module = self.wrapper is not None
+        # Inside of the checkpointing. Not module.compile(): it would compile FSDP's hooks too.
+        owners = [_owner_of_forward(module) for module in self._compiled_modules()] if by_module else []
         originals = [owner.forward for owner in owners]
-        blocks = [torch.compile(forward) for forward in originals]
-        for owner, compiled, original in zip(owners, blocks, originals, strict=True):
-            owner.forward = partial(_call_or_fall_back, compiled, original, failures)
-        compiled_loss = loss if by_block else torch.compile(loss)
+        compiled = [torch.compile(forward) for forward in originals]
+        for owner, forward, original in zip(owners, compiled, originals, strict=True):
+            owner.forward = partial(_call_or_fall_back, forward, original, failures)
+        compiled_loss = loss if by_module else torch.compile(loss)
         try:  # the first call compiles
-            # Of activations to keep: a CPU recomputes the cheap ones in no more time.
-            fraction = 0.95 if self.model.head_weight.device.type == "cpu" else 1.0
+            # Of activations to keep: a CPU recomputes the cheap ones in no more time. For a block by itself the dear
+            # attention would be among the first 5 %.
+            fraction = 0.95 if self.model.head_weight.device.type == "cpu" and not by_module else 1.0
             # The backward pass is compiled in the forward pass too, where a rank can still fall back.
-            options = {"activation_memory_budget": fraction, "force_non_lazy_backward_lowering": by_block}
+            options = {"activation_memory_budget": fraction, "force_non_lazy_backward_lowering": by_module}
             # A mixture of experts records its routings, not once more in the backward pass of checkpointed blocks.
             skips_side_effects = torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
             with torch._functorch.config.patch(options), skips_side_effects:
@@ -214,10 +215,15 @@ class Parallel:
         self.finish_gradient_synchronization()  # else the first step would take the gradients of the test
         self.model.zero_grad(set_to_none=True)
         has_failed = is_true_on_any_rank(bool(failures))
-        for owner, forward in zip(owners, originals if has_failed else blocks, strict=True):
-            owner.forward = forward
+        for owner, forward, original in zip(owners, compiled, originals, strict=True):
+            owner.forward = original if has_failed else partial(_call_in_training, forward, original)
         self.is_compiled = not has_failed
         return loss if has_failed else compiled_loss
+
+    def _compiled_modules(self) -> list[nn.Module]:
+        """Return the modules that are compiled by themselves: together they have all weights."""
+        model = self.model
+        return list(dict.fromkeys([*model.layers, model.token_embeddings, model.ln_final, model.head]))
 
 
 def repays_compilation(training_flops: float) -> bool:
@@ -244,6 +250,16 @@ class BlockForward:
             return self.forward(*args, **kwargs)
         out: Tensor = checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
         return out
+
+
+def _owner_of_forward(module: nn.Module) -> Any:
+    """Return the object whose ``forward`` computes ``module``."""
+    return module.forward if isinstance(module.forward, BlockForward) else module
+
+
+def _call_in_training(compiled: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``compiled`` for the training's own batches; evaluation and generation have other shapes."""
+    return (compiled if torch.is_grad_enabled() else original)(*args, **kwargs)
 
 
 def _call_or_fall_back(

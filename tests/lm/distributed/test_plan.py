@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -9,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import lm.distributed.plan
 from lm.common.errors import UserError
@@ -94,11 +96,64 @@ def test_a_rank_on_which_compilation_fails_sends_what_the_others_send(
                 patches.setattr(dist, name, getattr(collectives, name))
             patches.setattr(torch, "compile", compile_block)
             parallel.compile_loss(lambda batch: model.loss(*batch), (x, x))
-        assert [layer.forward for layer in model.layers] == originals
+        assert parallel.is_compiled or [layer.forward for layer in model.layers] == originals
         return [name for name, *_ in collectives.mock_calls]
 
     expected = called_collectives(lambda forward: forward)
     assert called_collectives(lambda forward: fail) == expected and len(expected) > 2 * MODEL.num_layers
+
+
+@pytest.mark.usefixtures("process_group_of_one")
+def test_compiled_ddp_sends_gradients_of_the_last_block_before_those_of_the_first_are_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A graph of the whole loss would have all gradients at the end of its backward pass."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    x = torch.arange(MODEL.context_length)[None]
+    config = replace(MODEL, num_layers=3)
+    model, plain = TransformerLM(config), TransformerLM(config)
+    plain.load_state_dict(model.state_dict())
+    parallel = Parallel(model, "ddp")
+    loss = parallel.compile_loss(lambda batch: model.loss(*batch), (x, x))
+    assert parallel.is_compiled
+    events: list[str] = []
+
+    def enter(module: nn.Module, arguments: Any, out: Tensor) -> None:
+        out.register_hook(lambda gradient: events.append("enter the first block"))
+
+    model.layers[0].register_forward_hook(enter)
+    last = model.get_parameter("layers.2.attn.output_proj.weight")
+    last.register_post_accumulate_grad_hook(lambda p: events.append("have the last block's gradient"))
+    loss((x, x)).backward()
+    parallel.finish_gradient_synchronization()
+    assert events == ["have the last block's gradient", "enter the first block"]
+    plain.loss(x, x).backward()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, atol=1e-6), name  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("process_group_of_one")
+def test_evaluation_does_not_call_compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its batches have other shapes, each of which would be compiled."""
+    calls: list[Any] = []
+
+    def record(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            calls.append(forward)
+            return forward(*args, **kwargs)
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", record)
+    x = torch.arange(MODEL.context_length)[None]
+    model = TransformerLM(MODEL)
+    loss = Parallel(model, "ddp").compile_loss(lambda batch: model.loss(*batch), (x, x))
+    calls.clear()
+    with torch.no_grad():
+        loss((x, x))
+    assert not calls
+    loss((x, x))
+    assert len(calls) == MODEL.num_layers + 3  # the embedding, the last norm and the head
 
 
 def test_short_runs_are_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
