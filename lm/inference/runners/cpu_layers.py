@@ -4,10 +4,11 @@ A decode step reads every weight once, so memory bandwidth limits its speed. The
 read row-major weights at the speed of memory. Matmuls with many rows are faster with oneDNN, in a memory layout of its
 own. Larger matrices are faster, so matrices with the same input are joined.
 
-Few CPUs have fast instructions for int8 and bfloat16. A matmul of a small batch reads such weights as they are; for
-many rows they are converted to float32, block by block. Int8 weights have a scale for each output: the largest weight
-of its row, divided by 127. Only weights are quantized, after training; activations stay float32. Source: Dettmers et
-al. 2022 (LLM.int8(), row-wise absmax quantization).
+Int8 weights have a scale for each output: the largest weight of its row, divided by 127. They are quantized after
+training. A matmul of a small batch reads them as they are. With more rows, a CPU with instructions for products of 8
+bits uses them: the inputs are then rounded to 8 bits too, each row with a scale of its own. On other CPUs the weights
+are converted to float32, block by block, as are those in bfloat16 on CPUs without products of 16 bits. Source: Dettmers
+et al. 2022 (LLM.int8(), row-wise absmax quantization).
 """
 
 from collections.abc import Callable, Sequence
@@ -41,10 +42,11 @@ _BLOCK_OUTPUTS = 4096
 # Of a layer's keys and values, and of a matrix; below, waking threads takes longer than it saves.
 _MIN_BYTES_FOR_THREADS = 1 << 24
 _MIN_BYTES_OF_MATRIX = 1 << 20
+_ZERO = 128  # the uint8 that stands for 0
 _NO_SCALES = np.empty(0, np.float32)
 _NO_WINDOW = 1 << 40  # tokens
 
-MakeLinear = Callable[..., nn.Module]  # OneDNNLinear or LowPrecisionLinear
+MakeLinear = Callable[..., nn.Module]  # OneDNNLinear, Int8Linear or LowPrecisionLinear
 
 
 def flat_array(x: Tensor) -> Stored:
@@ -150,11 +152,53 @@ class LowPrecisionLinear(JoinedLinear):
         return out.to(rows.dtype)
 
 
-def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``weight`` (out, in) as int8, and the scale of each row (out,), float32."""
-    largest = weight.abs().amax(1)
-    scale = torch.where(largest > 0, largest / 127, 1)  # a row of zeros stays one
-    return (weight / scale[:, None]).round().to(torch.int8), scale
+class Int8Linear(JoinedLinear):
+    """Stores the weight as int8 in oneDNN's layout and, with ``has_both``, row-major too, for small batches.
+
+    For CPUs with instructions for products of 8 bits; see :func:`has_int8_products`.
+    """
+
+    def __init__(self, *weights: Tensor, biases: Sequence[Tensor] = (), has_both: bool = True) -> None:
+        super().__init__(weights, biases)
+        assert self.weight is not None
+        self.weight, self.scale = quantize(self.weight.float())
+        self._layout = [torch.ops.onednn.qlinear_prepack(self.weight, None)]
+        self._zero_points = torch.zeros(len(self.weight), dtype=torch.int64)
+        if not has_both:
+            self.weight = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) → (..., out_features)."""
+        rows = x.flatten(0, -2)
+        if self.weight is not None and len(rows) <= MAX_SMALL_BATCH:
+            out = matmul_small_batch(self.weight, rows, self.scale)
+        else:
+            out = self._multiply_rounded(rows)
+        if self.bias is not None:
+            out += self.bias
+        return out.unflatten(0, x.shape[:-1])
+
+    def _multiply_rounded(self, rows: Tensor) -> Tensor:
+        """Multiply rows rounded to 8 bits. They are passed as uint8, plus 128: all CPUs multiply that by int8."""
+        numbers, steps = quantize(rows)
+        product: Tensor = torch.ops.onednn.qlinear_pointwise(
+            *(numbers.view(torch.uint8).bitwise_xor_(_ZERO), 1.0, _ZERO),
+            *(self._layout[0], self.scale, self._zero_points),
+            *(None, 1.0, 0, torch.float32, "none", [], ""),
+        )
+        return product.mul_(steps[:, None])
+
+
+def has_int8_products() -> bool:
+    """Return whether the CPU has instructions for products of 8 bits, and torch a library that uses them."""
+    return torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()
+
+
+def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``rows`` (N, D) of float32 as int8, and the scale of each (N,)."""
+    largest = rows.abs().amax(1)
+    scale = torch.where(largest == 0, 1, largest / 127)  # a row of zeros stays one, as does one with nan
+    return (rows / scale[:, None]).round_().to(torch.int8), scale
 
 
 class CpuAttention(MultiHeadSelfAttention):

@@ -15,7 +15,14 @@ from lm.common.errors import UserError
 from lm.hardware.memory import machine_memory
 from lm.inference.config import Quantization
 from lm.inference.kv_cache import KVCache, Tokens
-from lm.inference.runners.cpu_layers import CPU_LAYERS, LowPrecisionLinear, MakeLinear, OneDNNLinear
+from lm.inference.runners.cpu_layers import (
+    CPU_LAYERS,
+    Int8Linear,
+    LowPrecisionLinear,
+    MakeLinear,
+    OneDNNLinear,
+    has_int8_products,
+)
 from lm.inference.runners.cpu_runner import CpuRunner, can_fuse, share_weights
 from lm.inference.runners.cuda_runner import CudaRunner, can_use_triton, join_layers
 from lm.inference.runners.torch_runner import TorchRunner
@@ -96,10 +103,11 @@ def _choose_linear(model: TransformerLM, dtype: torch.dtype, quantization: Quant
     has_onednn = torch.backends.mkldnn.is_available()
     if dtype == torch.bfloat16:
         has_onednn = has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if quantization == "int8" or not has_onednn:
+    is_int8 = quantization == "int8"
+    if not (has_int8_products() if is_int8 else has_onednn):
         return partial(LowPrecisionLinear, quantization=quantization)
-    bytes_of_both = 2 * sum(parameter.nbytes for parameter in model.parameters())
-    return partial(OneDNNLinear, has_both=bytes_of_both < machine_memory() / 4)
+    bytes_of_both = 2 * sum(p.numel() * (1 if is_int8 else p.itemsize) for p in model.parameters())
+    return partial(Int8Linear if is_int8 else OneDNNLinear, has_both=bytes_of_both < machine_memory() / 4)
 
 
 def compile_kernels(dtype: torch.dtype, quantization: Quantization = "none") -> None:

@@ -15,8 +15,10 @@ from lm.inference.runners import cpu_layers
 from lm.inference.runners.cpu_layers import (
     CpuAttention,
     CpuNorm,
+    Int8Linear,
     LowPrecisionLinear,
     OneDNNLinear,
+    has_int8_products,
     matmul_small_batch,
     quantize,
 )
@@ -32,6 +34,8 @@ from lm.model.rope import RotaryEmbedding
 from tests.helpers.examples import examples
 from tests.helpers.generating import random_cache
 from tests.helpers.tensors import dequantize
+
+needs_int8_products = pytest.mark.skipif(not has_int8_products(), reason="needs a CPU with products of 8 bits (VNNI)")
 
 
 @examples(80)
@@ -251,6 +255,35 @@ def test_the_matmul_equals_that_of_the_rounded_weights(rows: int, inputs: int, o
     expected = x.double() @ dequantize(*quantize(weight)).double().T
     bound = 1e-5 * x.double().abs() @ weight.double().abs().T
     assert ((LowPrecisionLinear(weight, quantization="int8")(x).double() - expected).abs() <= bound + 1e-30).all()
+
+
+@needs_int8_products
+@examples(100)
+@given(sizes, sizes, sizes, st.booleans(), st.integers(0, 1000))
+def test_many_rows_are_rounded_too(rows: int, inputs: int, outputs: int, has_both: bool, seed: int) -> None:
+    """With the weights as they are stored for small batches, a few rows stay exact."""
+    weight, x = random_matrix(outputs, inputs, seed), random_matrix(rows, inputs, seed + 1)
+    layer = Int8Linear(weight, has_both=has_both)
+    rounded = x if has_both and rows <= cpu_layers.MAX_SMALL_BATCH else dequantize(*quantize(x))
+    expected = rounded.double() @ dequantize(*quantize(weight)).double().T
+    bound = 1e-5 * x.double().abs() @ weight.double().abs().T
+    assert ((layer(x).double() - expected).abs() <= bound + 1e-30).all()
+
+
+@needs_int8_products
+def test_rounding_both_changes_products_by_a_hundredth() -> None:
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(200, 256), torch.randn(200), torch.randn(40, 256)
+    exact, out = F.linear(x, weight, bias), Int8Linear(weight, biases=[bias])(x)
+    assert 0.001 < (out - exact).norm() / exact.norm() < 0.015
+
+
+@needs_int8_products
+def test_int8_products_take_extreme_rows() -> None:
+    layer, x = Int8Linear(torch.randn(3, 8)), torch.randn(6, 8)
+    x[0], x[1, 2], x[2, 3] = 0, torch.nan, torch.inf
+    out = layer(x)
+    assert (out[0] == 0).all() and out[1:3].isnan().all() and out[3:].isfinite().all()
 
 
 def test_matrices_are_concatenated_and_biases_added() -> None:

@@ -118,6 +118,7 @@ def test_several_tokens_of_a_row(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_runner, "_MIN_BYTES_FOR_THREADS", 0)
         patch.setattr(torch, "get_num_threads", lambda: threads)
+        patch.setattr("lm.inference.runners.runner.has_int8_products", lambda: False)  # they round inputs too
         model = prepare_for_inference(model, quantization=quantization)
         runner = CpuRunner(model, cache)
     actual = runner.extend(rows, tokens, starts)
@@ -129,6 +130,7 @@ def test_several_tokens_of_a_row(
 
 
 def test_more_tokens_are_computed_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lm.inference.runners.runner.has_int8_products", lambda: False)
     model = prepare_for_inference(make_model(context_length=100), quantization="int8")
     runner = CpuRunner(model, KVCache(model.config, 65, 100, torch.device("cpu")))
     limit = runner.max_tokens
