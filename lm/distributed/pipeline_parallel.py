@@ -30,7 +30,7 @@ class PipelineParallel:
     their gradients are summed. State-dict keys do not change. Make the optimizer of ``model`` afterwards. Weights start
     as those of rank 0. A batch runs as ``micro_batches`` parts. With ``1f1b`` a stage holds the activations of at most
     as many parts as there are stages, with ``gpipe`` of all. Raises UserError if there is one rank, if there are fewer
-    blocks than ranks, with ``1f1b`` fewer parts than ranks, or for a mixture of experts.
+    blocks than ranks, with ``1f1b`` fewer parts than ranks, for a mixture of experts, or for value residuals.
     """
 
     def __init__(self, model: TransformerLM, micro_batches: int, schedule: PipelineSchedule = "1f1b") -> None:
@@ -46,6 +46,11 @@ class PipelineParallel:
         if model.config.moe is not None:
             raise UserError(
                 "The load of the experts of model.moe is not balanced in a pipeline; use execution.parallel, e.g. fsdp."
+            )
+        if model.config.value_residual:
+            raise UserError(
+                "A pipeline does not send the values that model.value_residual needs to later stages; set it to false, "
+                "or use execution.parallel, e.g. fsdp."
             )
         layers = divide_layers(model.config, self.world_size)
         self.device, self.dtype = model.token_embeddings.weight.device, model.token_embeddings.weight.dtype

@@ -116,6 +116,8 @@ def _plan(model: TransformerLM) -> dict[str, ParallelStyle]:
     }
     if model.config.norm_placement == "sandwich":
         plan["layers.*.ln[12]_out"] = replicated
+    if model.config.value_residual:
+        plan["layers.*.attn.value_sum"] = _LocalWeight(Replicate(), is_gradient_partial=True)
     if model.lm_head is not None:
         plan["lm_head"] = _Vocabulary()
     if model.scalar_head is not None:

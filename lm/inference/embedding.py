@@ -43,6 +43,7 @@ def embed_in_steps(
         padded = [[*texts[index], *[0] * (max(lengths) - len(texts[index]))] for index in batch]
         x_BTD = model.embed(torch.tensor(padded, device=device))
         adapters_B = torch.full((len(batch),), adapter, device=device) if adapter else None
+        first_values: Tensor | None = None
         for layer in model.layers:
             keys, values = list[Tensor](), list[Tensor]()
 
@@ -60,9 +61,13 @@ def embed_in_steps(
 
             outputs = []
             for positions in torch.arange(max(lengths), device=device).split(step_tokens):
+                part = None if first_values is None else first_values[:, positions]
                 with use_adapters(adapters_B):  # not across the yield: other steps have adapters of their own
-                    outputs.append(layer(x_BTD[:, positions], positions, attention_function=attend))
+                    outputs.append(layer(x_BTD[:, positions], positions, attention_function=attend, first_values=part))
                 yield
+            if isinstance(outputs[0], tuple):
+                first_values = torch.cat([values for _, values in outputs], 1)
+                outputs = [x for x, _ in outputs]
             x_BTD = torch.cat(outputs, 1)
         x_BTD = model.ln_final(x_BTD)
         for index, x_TD, length in zip(batch, x_BTD, lengths, strict=True):

@@ -29,6 +29,7 @@ _NEWER_FIELDS: dict[str, Any] = {
     "local_rope_theta": None,
     "attention_softcap": 0.0,
     "zero_centered_norm": False,
+    "value_residual": False,
 }
 
 
@@ -216,6 +217,8 @@ class ModelConfig(Config, section="model"):
     attention has it."""
     multipliers: Multipliers | None = None
     """Constant factors of the model's parts, as in Granite. Default: none."""
+    value_residual: bool = False
+    """Use, in each block but the first, a learned sum of its own values and those of the first block in attention."""
 
     def __post_init__(self) -> None:
         if isinstance(self.moe, dict):  # from JSON, e.g. of a checkpoint

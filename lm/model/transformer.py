@@ -8,6 +8,8 @@ Shapes: B batch, T tokens, D d_model, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +50,7 @@ class TransformerBlock(nn.Module):
         )
         if config.norm_placement == "sandwich":
             self.ln1_out, self.ln2_out = (make_norm(config, device, dtype) for _ in range(2))
-        self.attn = MultiHeadSelfAttention(config, rope, device, dtype, config.window(layer))
+        self.attn = MultiHeadSelfAttention(config, rope, device, dtype, config.window(layer), is_first=layer == 0)
         self.ffn: nn.Module = (
             MoE(config, device, dtype)
             if config.is_moe_layer(layer)
@@ -60,12 +62,19 @@ class TransformerBlock(nn.Module):
         x_BTD: Tensor,
         token_positions: Tensor | None = None,
         attention_function: AttentionFunction = causal_attention,
-    ) -> Tensor:
-        """(B, T, D) → (B, T, D)."""
-        if self.norm_placement in ("post", "output"):
-            change_BTD = self.attn(x_BTD, token_positions, attention_function)
-        else:
-            change_BTD = self.attn(self.ln1(x_BTD), token_positions, attention_function)
+        first_values: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """(B, T, D) → (B, T, D). With value residuals the first block also returns its values, the ``first_values`` of
+        the others."""
+        inputs_BTD = x_BTD if self.norm_placement in ("post", "output") else self.ln1(x_BTD)
+        attended = self.attn(inputs_BTD, token_positions, attention_function, first_values)
+        if not self.attn.gives_values:
+            return self._add_sublayers(x_BTD, attended)
+        change_BTD, values = attended
+        return self._add_sublayers(x_BTD, change_BTD), values
+
+    def _add_sublayers(self, x_BTD: Tensor, change_BTD: Tensor) -> Tensor:
+        """Add the change of the attention, then that of the feed-forward network."""
         if self.norm_placement == "post":
             x_BTD = self.ln1(x_BTD + self._scale(change_BTD))
             return self.ln2(x_BTD + self._scale(self.ffn(x_BTD)))
@@ -207,12 +216,13 @@ class TransformerLM(nn.Module):
         attention_functions: Sequence[AttentionFunction] | None = None,
     ) -> Tensor:
         """Run the blocks and the final norm on embeddings (B, T, D): :meth:`hidden_states` after the look-up."""
-        if attention_functions is None:
-            for layer in self.layers:
-                x_BTD = layer(x_BTD, token_positions)
-        else:
-            for layer, attention_function in zip(self.layers, attention_functions, strict=True):
-                x_BTD = layer(x_BTD, token_positions, attention_function=attention_function)
+        options: dict[str, Any] = {}
+        for layer, function in zip(self.layers, attention_functions or repeat(None, len(self.layers)), strict=True):
+            if function is not None:
+                options["attention_function"] = function
+            x_BTD = layer(x_BTD, token_positions, **options)
+            if isinstance(x_BTD, tuple):
+                x_BTD, options["first_values"] = x_BTD
         return self.ln_final(x_BTD)
 
     def logits(self, hidden_states: Tensor) -> Tensor:

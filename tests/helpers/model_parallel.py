@@ -59,6 +59,7 @@ class Case:
     """Batches whose gradients are added."""
     is_gemma: bool = False
     """With the options of Gemma, and a residual multiplier."""
+    has_value_residual: bool = False
 
     @property
     def name(self) -> str:
@@ -80,6 +81,7 @@ class Case:
             norm_placement="sandwich" if self.is_gemma else self.norm_placement,
             tied_embeddings=self.is_tied,
             logit_softcap=self.logit_softcap,
+            value_residual=self.has_value_residual,
             **(_GEMMA if self.is_gemma else {}),
         )
         model = TransformerLM(config, dtype=torch.float64 if self.is_double else torch.float32)

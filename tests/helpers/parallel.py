@@ -36,6 +36,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "multipliers": Multipliers(4.0, 0.5),
     },
     "olmo2": {"norm_placement": "output", "qk_norm_per_head": False, "rotary_fraction": 0.5},
+    "values": {"value_residual": True},
     "experts": {"moe": MoEConfig(4, 2, num_shared_experts=1, shared_gate=True)},  # a gate has one row
 }
 
@@ -52,7 +53,7 @@ class Case:
     steps: int = 5
     is_compiled: bool = False
     """Test the compilation of the loss before the first step, as the trainer does. Nothing is compiled."""
-    options: Literal["", "gemma", "olmo2", "experts"] = ""
+    options: Literal["", "gemma", "olmo2", "values", "experts"] = ""
     """Options of the model, as a family has them."""
     adapter: Literal["", "float32", "bfloat16", "nf4"] = ""
     """Dtype of the frozen base of an adapter. Empty: all weights are trained."""

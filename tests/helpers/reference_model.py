@@ -32,6 +32,7 @@ MODEL_VARIANTS: list[dict[str, Any]] = [
     {"qk_norm": True, "qk_norm_per_head": False, "num_kv_heads": 1},
     {"zero_centered_norm": True, "qk_norm": True},
     {"attention_softcap": 0.3, "sliding_window": 4, "num_kv_heads": 1},
+    {"value_residual": True, "num_heads": 6, "num_kv_heads": 2, "num_layers": 3, "qkv_bias": True},
     {"feed_forward": "geglu"},
     {"norm_placement": "output"},
     {"norm_placement": "sandwich", "multipliers": Multipliers(residual=0.7)},
@@ -78,13 +79,15 @@ def reference_attention(
     window: int | None = None,
     softcap: float = 0.0,
     scale: float | None = None,
-) -> Tensor:
+    first_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Compute causal attention for one sequence (T, D), head by head and query by query.
 
     Consecutive heads share keys and values. ``weights`` may have biases, and weights that normalize queries and keys.
+    Return also the values of each head (heads, T, width), which later layers may take as ``first_values``.
     """
     length, width = len(x), len(weights["q_proj.weight"]) // heads
-    outputs = x.new_zeros(length, heads * width)
+    outputs, all_values = x.new_zeros(length, heads * width), x.new_zeros(heads, length, width)
     for head in range(heads):
         kv_head = head * (kv_heads or heads) // heads
         rows, kv_rows = (slice(i * width, (i + 1) * width) for i in (head, kv_head))
@@ -95,6 +98,10 @@ def reference_attention(
                 k + weights["k_proj.bias"][kv_rows],
                 v + weights["v_proj.bias"][kv_rows],
             )
+        if first_values is not None:
+            own, other = weights["value_sum.weight"]
+            v = own * v + other * first_values[head]
+        all_values[head] = v
         if "q_norm.weight" in weights:
             q_gain, k_gain = weights["q_norm.weight"], weights["k_norm.weight"]
             q_size, k_size = q.square(), k.square()
@@ -112,7 +119,7 @@ def reference_attention(
             scores = torch.stack([q[t] @ k[s] for s in range(first, t + 1)]) * (scale or width**-0.5)
             scores = softcap * torch.tanh(scores / softcap) if softcap else scores
             outputs[t, rows] = sum(p * v[s] for s, p in enumerate(torch.softmax(scores, 0), first))
-    return outputs @ weights["output_proj.weight"].T
+    return outputs @ weights["output_proj.weight"].T, all_values
 
 
 def reference_transformer(ids: Tensor, state: dict[str, Tensor], config: ModelConfig) -> Tensor:
@@ -133,7 +140,7 @@ def reference_transformer(ids: Tensor, state: dict[str, Tensor], config: ModelCo
             theta = None
         elif not is_global and config.local_rope_theta:
             theta = config.local_rope_theta
-        return reference_attention(
+        change, values = reference_attention(
             x,
             attention,
             config.num_heads,
@@ -144,7 +151,10 @@ def reference_transformer(ids: Tensor, state: dict[str, Tensor], config: ModelCo
             None if is_global else config.sliding_window,
             config.attention_softcap,
             factors.attention,
+            next(iter(values_of_layers), None) if config.value_residual else None,
         )
+        values_of_layers.append(values)
+        return change
 
     def feed_forward(x: Tensor, layer: dict[str, Tensor]) -> Tensor:
         inner = x @ layer["ffn.w1.weight"].T
@@ -158,6 +168,7 @@ def reference_transformer(ids: Tensor, state: dict[str, Tensor], config: ModelCo
             inner = inner * (x @ layer["ffn.w3.weight"].T)
         return inner @ layer["ffn.w2.weight"].T
 
+    values_of_layers: list[Tensor] = []
     x, add = factors.embedding * state["token_embeddings.weight"][ids], factors.residual
     for n in range(config.num_layers):
         is_global = config.global_interval is not None and (n + 1) % config.global_interval == 0

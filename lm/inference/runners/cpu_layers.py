@@ -12,6 +12,7 @@ et al. 2022 (LLM.int8(), row-wise absmax quantization).
 """
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -160,12 +161,10 @@ class Int8Linear(JoinedLinear):
 
     def __init__(self, *weights: Tensor, biases: Sequence[Tensor] = (), has_both: bool = True) -> None:
         super().__init__(weights, biases)
-        assert self.weight is not None
-        self.weight, self.scale = quantize(self.weight.float())
-        self._layout = [torch.ops.onednn.qlinear_prepack(self.weight, None)]
-        self._zero_points = torch.zeros(len(self.weight), dtype=torch.int64)
-        if not has_both:
-            self.weight = None
+        weight, self.scale = quantize(cast(Tensor, self.weight).float())
+        self._layout = [torch.ops.onednn.qlinear_prepack(weight, None)]
+        self._zero_points = torch.zeros(len(weight), dtype=torch.int64)
+        self.weight = weight if has_both else None
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) → (..., out_features)."""
@@ -210,6 +209,7 @@ class CpuAttention(MultiHeadSelfAttention):
         self.is_plain = attention.is_plain
         self.query_factor, self.has_wide_norm = attention.query_factor, attention.has_wide_norm
         self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
+        self.value_sum, self.gives_values = attention.value_sum, attention.gives_values
         layers = (attention.q_proj, attention.k_proj, attention.v_proj)
         biases = [layer.bias for layer in layers if layer.bias is not None]
         self._sizes = [len(layer.weight) for layer in layers]
@@ -239,11 +239,12 @@ class CpuAttention(MultiHeadSelfAttention):
         x_BTD: Tensor,
         token_positions: Tensor | None = None,
         attention_function: AttentionFunction = causal_attention,
-    ) -> Tensor:
-        """(B, T, D) → (B, T, D)."""
-        has_kernel = not (self.has_wide_norm or self.rule.softcap)
+        first_values: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """See :meth:`lm.model.attention.MultiHeadSelfAttention.forward`."""
+        has_kernel = not (self.has_wide_norm or self.rule.softcap or self.value_sum or self.gives_values)
         if not has_kernel or not isinstance(attention_function, DecodeAttention):
-            return super().forward(x_BTD, token_positions, attention_function)
+            return super().forward(x_BTD, token_positions, attention_function, first_values)
         return self.output_proj(self.attend(self.qkv_proj(x_BTD), attention_function))
 
     def attend(self, qkv: Tensor, cached: DecodeAttention) -> Tensor:

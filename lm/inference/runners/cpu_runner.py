@@ -36,6 +36,7 @@ _OPTIONS = frozenset(
         *("qk_norm", "qkv_bias", "norm_eps", "tied_embeddings", "zero_init_residual", "logit_softcap"),
         *("position_encoding", "rope_theta", "rope_scaling", "rotary_fraction", "global_interval", "global_rope"),
         *("sliding_window", "local_rope_theta", "multipliers", "zero_centered_norm"),
+        "value_residual",
     ]
 )
 _CHUNKS_PER_THREAD = 4  # with more, taking them costs more than the waits for the last one
@@ -86,6 +87,7 @@ def _create_network(model: TransformerLM) -> Network:
     ropes = [rope for rope in {model.rope: None, model.local_rope: None} if rope is not None]
     starts = {rope: index * ropes[0].cos.numel() for index, rope in enumerate(ropes)}
     num_weights = sum(matrix.weight.numel() for matrix in matrices)
+    sums = [layer.attn.value_sum.weight for layer in layers if layer.attn.value_sum is not None]  # not in the first
     return Network(
         weights=flat_array(matrices[0].weight.as_strided((num_weights,), (1,), 0)),
         scales=join_floats([matrix.scale for matrix in matrices if matrix.scale is not None]),
@@ -104,6 +106,7 @@ def _create_network(model: TransformerLM) -> Network:
         vocab_size=len(matrices[-1].weight),
         eps=config.norm_eps,
         residual_multiplier=config.factors.residual,
+        value_weights=join_floats([torch.zeros(2), *sums] if sums else []),
         adapters=_describe_adapters(model, shapes[0]),
     )
 
@@ -137,6 +140,7 @@ class CpuRunner(TorchRunner):
         sizes = {
             "x": network.d_model,
             "change": network.d_model,
+            "first_values": attention.kv_heads * attention.head_dim if len(network.value_weights) else 0,
             "qkv": (attention.heads + 2 * attention.kv_heads) * attention.head_dim,
             "attended": attention.heads * attention.head_dim,
             "gate": network.d_ff,

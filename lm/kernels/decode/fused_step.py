@@ -53,6 +53,7 @@ class Network(NamedTuple):
     vocab_size: int
     eps: float
     residual_multiplier: float  # of what a sublayer adds
+    value_weights: Floats  # (L, 2): of a layer's values and those of the first; empty without
     adapters: Adapters
 
 
@@ -67,6 +68,7 @@ class Step(NamedTuple):
     x: Floats  # (N, D): embeddings, then the residual stream
     change: Floats  # (N, D): of the residual stream
     qkv: Floats  # (N, (H + 2 kv_heads) K)
+    first_values: Floats  # (N, kv_heads K): of the first layer, for value residuals; else empty
     attended: Floats  # (N, H K)
     gate: Floats  # (N, F)
     value: Floats  # (N, F)
@@ -190,12 +192,30 @@ def _project(
 
 
 @fastmath_helper
+def _mix_values(network: Network, layer: int, step: Step, token_head: int) -> None:
+    """Add the values of the first layer to those of this one, or keep them if it is the first."""
+    attention = network.attention
+    token, head, width = token_head // attention.kv_heads, token_head % attention.kv_heads, attention.head_dim
+    row = attention.heads + 2 * attention.kv_heads
+    source, kept = (token * row + attention.heads + attention.kv_heads + head) * width, token_head * width
+    own, other = read(network.value_weights, 2 * layer), read(network.value_weights, 2 * layer + 1)
+    for i in range(width):
+        value = read(step.qkv, source + i)
+        if layer == 0:
+            write(step.first_values, kept + i, value)
+        else:
+            write(step.qkv, source + i, own * value + other * read(step.first_values, kept + i))
+
+
+@fastmath_helper
 def _store(network: Network, layer: int, cache: CacheArrays, step: Step, phase: int) -> int:
     """Compute a phase: the keys and values enter the cache, also for later tokens of this step."""
     size = step.tokens * network.attention.kv_heads
     first, last = _take(step, phase, size)
     while first < last:
         for token_head in range(first, last):
+            if len(network.value_weights):
+                _mix_values(network, layer, step, token_head)
             store_kv(network.attention, layer, cache, step.qkv, token_head)
         first, last = _finish(step, phase, size)
     return _wait(step, phase, size)

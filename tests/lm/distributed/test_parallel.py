@@ -35,6 +35,7 @@ def test_two_processes_have_the_weights_of_one(tmp_path: Path) -> None:
     cases += [Case(kind, optimizer="adamw", steps=4, is_compiled=True) for kind in KINDS]
     cases += [Case("fsdp", steps=4, options="gemma"), Case("fsdp", steps=4, options="olmo2")]
     cases += [Case("fsdp", steps=4, options="experts"), Case("zero2", steps=4, options="experts")]
+    cases += [Case(kind, steps=4, options="values", has_checkpointing=kind == "fsdp") for kind in KINDS]
     cases += [Case(kind, steps=4, has_autocast=True, is_tied=kind == "zero2") for kind in KINDS]
     cases += [Case("fsdp", steps=4, has_autocast=True, options="experts", optimizer="muon", has_checkpointing=True)]
     check_weights_and_figures(tmp_path, cases, 2, 1e-4)

@@ -58,6 +58,15 @@ def test_too_few_micro_batches_are_refused(schedule: str) -> None:
         PipelineParallel(model, 3 if schedule == "1f1b" else 0, schedule)  # type: ignore[arg-type]
 
 
+def test_a_model_whose_blocks_need_more_than_their_input_is_refused() -> None:
+    model = TransformerLM(ModelConfig(33, num_layers=4, value_residual=True, **_SMALL))
+    with (
+        patch("lm.distributed.pipeline_parallel.get_world_size", return_value=2),
+        pytest.raises(UserError, match=r"model\.value_residual"),
+    ):
+        PipelineParallel(model, 4)
+
+
 def test_too_few_layers_are_refused() -> None:
     with pytest.raises(UserError, match=r"model.num_layers 2 cannot be divided among 3 processes"):
         divide_layers(ModelConfig(33, num_layers=2, **_SMALL), 3)

@@ -36,6 +36,7 @@ def test_two_processes_have_the_weights_of_one(tmp_path: Path) -> None:
         Case("tensor", is_double=False, optimizer="torch.AdamW"),
         Case("tensor", optimizer="muon", has_found_inf=True),
         Case("tensor", is_gemma=True, has_qk_norm=True),
+        Case("tensor", has_value_residual=True, num_kv_heads=2),
     ]
     check_cases(tmp_path, cases, 2)
 

@@ -13,7 +13,7 @@ from tests.helpers.reference_model import MODEL_VARIANTS, SMALL_CONFIG
 # Pattern of the name in the state dict → role. The first match counts.
 ROLES = {
     "token_embeddings": "embedding",
-    r"(ln1|ln2|ln1_out|ln2_out|ln_final|q_norm|k_norm)\.weight$": "norm",
+    r"(ln1|ln2|ln1_out|ln2_out|ln_final|q_norm|k_norm|value_sum)\.weight$": "norm",
     r"\.bias$": "bias",
     "(q|k)_proj": "query_key",
     "(v|output)_proj": "value_output",

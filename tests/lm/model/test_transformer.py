@@ -35,7 +35,7 @@ def seeded_model(config: ModelConfig = SMALL_CONFIG, seed: int = 0) -> Transform
     model = TransformerLM(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "ln" in name or "_norm" in name:
+            if "ln" in name or "_norm" in name or "_sum" in name:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith(".bias"):
                 parameter.uniform_(-1, 1)

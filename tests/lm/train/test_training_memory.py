@@ -38,6 +38,7 @@ SLOW_CASES: list[dict[str, Any]] = [
         "optimizer": "muon",
     },
     {"model": {"norm_placement": "sandwich", "feed_forward": "geglu", "zero_centered_norm": True}},
+    {"model": {"value_residual": True}, "is_bfloat16": True},
     {"model": {"norm_placement": "output", "qk_norm": True, "qk_norm_per_head": False}, "is_bfloat16": True},
     {"model": {"sliding_window": 64, "context_length": 512}, "sequences": 1},
     {"model": {"attention_softcap": 20.0}},

@@ -28,7 +28,7 @@ LENGTH = 30
 def random_model(dtype: torch.dtype = torch.float32, **options: Any) -> TransformerLM:
     model = TransformerLM(ModelConfig(**{"vocab_size": 50, "context_length": LENGTH, **options}), dtype=dtype)
     for name, parameter in model.requires_grad_(False).named_parameters():
-        if name.endswith((".bias", "norm.weight", "ln1.weight", "ln2.weight", "final.weight")):
+        if name.endswith((".bias", "norm.weight", "ln1.weight", "ln2.weight", "final.weight", "sum.weight")):
             parameter.uniform_(-2, 2)
     return model
 
@@ -75,6 +75,8 @@ def check(model: TransformerLM, prepared: TransformerLM, rows: int, tolerance: f
             {"sliding_window": 7, "global_interval": 2, "num_layers": 3, "local_rope_theta": 20.0},
             {"sliding_window": 16, "zero_centered_norm": True},
             {"sliding_window": 17, "multipliers": Multipliers(3.0, 0.3, 0.6, 4.0)},
+            {"value_residual": True},
+            {"value_residual": True, "sliding_window": 7, "num_layers": 3},
             {},
         ]
     ),
